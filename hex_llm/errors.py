@@ -1,0 +1,32 @@
+"""Every error that hex_llm raises on purpose. Each message is one line: what is wrong and what to do.
+
+HexError
+├── ConfigError      a flag or environment variable: a wrong value, an unknown name, a bad combination
+├── ModelError       the model cannot be served: its files, its config, its architecture
+│   └── SourceError  the model cannot be had: the hub, the bucket or the folder refused or broke off
+└── InvalidRequest   a request's own data; it fails that request only
+"""
+
+
+class HexError(Exception):
+    """Base of the tree; the command line prints its message alone, without a traceback."""
+
+
+class ConfigError(HexError):
+    pass
+
+
+class ModelError(HexError):
+    pass
+
+
+class SourceError(ModelError):
+    pass
+
+
+class InvalidRequest(HexError):
+    """`param` names the field of the request that is at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param

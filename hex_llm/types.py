@@ -1,0 +1,68 @@
+"""The nouns that requests and answers are made of; plain data, no jax.
+
+Quantities have one vocabulary throughout the project: `num_*` counts, `max_*` limits, `*_ids` lists of
+token ids; a *block* is the unit of KV memory that the user sees; a *sequence* is one request's tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+from hex_llm.errors import InvalidRequest
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens or the model's length limit
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Greedy search only, until the sampler is built."""
+
+    temperature: float = 0.0
+    max_tokens: int | None = 16  # None: up to the model's length limit
+    stop_token_ids: tuple[int, ...] = field(default_factory=tuple)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.temperature != 0:
+            raise InvalidRequest("temperature: only 0 (greedy) is built yet", "temperature")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, object]) -> SamplingParams:
+        """From request fields; a field that is not built is refused by its name."""
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise InvalidRequest(f"{name}: not a sampling parameter that is built yet", name)
+        return cls(**values)  # type: ignore[arg-type]
+
+
+@dataclass
+class CompletionOutput:
+    """One generated continuation."""
+
+    index: int
+    token_ids: list[int]
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: None = None
+
+
+@dataclass
+class RequestOutput:
+    """Everything that came of one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt: str | None = None
+    finished: bool = True

@@ -1,0 +1,24 @@
+"""What the loader needs of a checkpoint, whatever its format: named tensors, read slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+Slices = tuple[slice, ...]  # one per axis, step 1
+
+
+class Tensor(Protocol):
+    """A tensor that lies in a file; nothing is read before `read`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, index: Slices) -> np.ndarray[Any, Any]:
+        """The values at `index`, in a fresh array; a file cut short raises ModelError."""
+        ...
+
+
+Checkpoint = Mapping[str, Tensor]  # keyed by the names of Hugging Face checkpoints
