@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import NamedTuple
 
 from hex_llm.errors import InvalidRequest
 
@@ -66,3 +67,23 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt: str | None = None
     finished: bool = True
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one sequence that a step takes in."""
+
+    token_ids: tuple[int, ...]
+    position: int  # of the first of them
+    blocks: tuple[int, ...]  # the sequence's KV blocks, in order of position
+    span: int  # the length of sequence that rope frequencies are made for
+
+
+class StepPlan(NamedTuple):
+    """One step of the model; its rows are the decodes, then the prefills."""
+
+    decodes: tuple[Chunk, ...] = ()  # one token each
+    prefills: tuple[Chunk, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.decodes + self.prefills

@@ -1,0 +1,377 @@
+"""What a server is told before it starts: one frozen dataclass for each side, every field with its flag.
+
+A field carries all that is known of its flag: help, allowed values, other names, environment variables and,
+while its feature is not built, the feature's name. `hex_llm.flags` makes the command line, the help and the
+README's table from that. A config is checked when it is made and never changed; derive with `replace`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from hex_llm.errors import ConfigError
+
+MAX_INT = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """All that is known of one field. A default of None means that the field may be left unset."""
+
+    name: str = ""  # `name` and `kind` are filled in from the field
+    kind: type = str
+    default: Any
+    unset: str = "none"  # what a default of None stands for, in words
+    group: str
+    help: str
+    choices: tuple[Any, ...] = ()
+    low: int = 1  # the range of a number; a float must lie above `low`
+    high: int = MAX_INT
+    pattern: str = r".*\S.*"  # of a text; `form` says it in words
+    form: str = ""
+    aliases: tuple[str, ...] = ()  # other programs' names for the same thing
+    deprecated: tuple[str, ...] = ()  # first-generation names
+    # Names that are written as booleans, with this flag's values for true and false.
+    switches: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    env: tuple[str, ...] = ()  # the first one that is set counts
+    secret: bool = False  # never printed
+    pending: str = ""  # the feature, in the plural, that a value other than the default asks for in vain
+
+    def allowed(self) -> str:
+        """The allowed values in words that follow "must be"."""
+        if self.form or self.choices:
+            return self.form or f"one of {', '.join(map(str, self.choices))}"
+        return {
+            bool: "true or false",
+            int: f"a whole number from {self.low} to {'2^31-1' if self.high == MAX_INT else self.high}",
+            float: f"a number above {self.low} and at most {self.high}",
+            str: "a non-empty string",
+        }[self.kind]
+
+    def allows(self, value: Any) -> bool:
+        if value is None:
+            return self.default is None
+        # bool is a subclass of int, so only the exact type tells True from 1.
+        if type(value) not in ((int, float) if self.kind is float else (self.kind,)):
+            return False
+        if self.choices:
+            return value in self.choices
+        if self.kind is str:
+            return re.fullmatch(self.pattern, value, re.DOTALL) is not None
+        if self.kind is float:
+            return bool(self.low < value <= self.high)
+        return self.kind is bool or bool(self.low <= value <= self.high)
+
+    def shown(self, value: Any) -> str:
+        """`value` for a message: on one line, not too long, and never a secret."""
+        text = "***" if self.secret and value else str(value)
+        text = text if text.isprintable() else ascii(text)
+        return text if len(text) <= 80 else f"{text[:80]}..."
+
+    def check(self, value: Any, label: str = "") -> None:
+        """Raises ConfigError for a value that is not allowed or not built; `label` is where it was given."""
+        label = label or f"--{self.name}"
+        if not self.allows(value):
+            raise ConfigError(f"{label}={self.shown(value)}: must be {self.allowed()}")
+        if self.pending and value != self.default:
+            raise ConfigError(f"{label}: {self.pending} are not built yet")
+
+
+def flag(default: Any, group: str, help: str, **known: Any) -> Any:
+    """A dataclass field that is also a flag; `known` are further fields of Flag."""
+    described = Flag(default=default, group=group, help=help, **known)
+    return field(default=default, repr=not described.secret, metadata={"flag": described})
+
+
+def flags_of(config: type) -> tuple[Flag, ...]:
+    hints = get_type_hints(config)
+    # The hint of an optional field is `kind | None`.
+    kinds = {name: next(iter(get_args(hint)), hint) for name, hint in hints.items()}
+    return tuple(replace(f.metadata["flag"], name=f.name, kind=kinds[f.name]) for f in fields(config))
+
+
+def check_fields(config: EngineConfig | ServerConfig) -> None:
+    for described in flags_of(type(config)):
+        described.check(getattr(config, described.name))
+
+
+MODEL = "Model"
+ENGINE = "Inference engine"
+MEMORY = "Memory"
+LORA = "LoRA"
+SERVER = "Server"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the engine is told: the model, the devices, the shapes of its steps, its memory."""
+
+    model: str | None = flag(
+        None,
+        MODEL,
+        "The model: a Hugging Face id, gs://bucket/folder, a local folder of safetensors, or a GGUF file. "
+        "May also be given without its name.",
+        unset="the embedded SmolLM2-135M-Instruct",
+        # Where a deployment has both, its artifacts are the model and MODEL_ID is only what it is called.
+        env=("AIP_STORAGE_URI", "MODEL_ID"),
+    )
+    tokenizer: str | None = flag(
+        None,
+        MODEL,
+        "The tokenizer: a Hugging Face id, gs://bucket/folder or a local path.",
+        unset="the model's",
+    )
+    tokenizer_mode: str = flag(
+        "auto",
+        MODEL,
+        "auto takes the fast tokenizer if there is one; slow takes the one written in Python.",
+        choices=("auto", "slow"),
+    )
+    skip_tokenizer_init: bool = flag(False, MODEL, "Load no tokenizer: token ids in, token ids out, no text.")
+    trust_remote_code: bool = flag(
+        False,
+        MODEL,
+        "Allow models that bring code of their own. Without it nothing from the model's folder is executed.",
+    )
+    load_format: str = flag(
+        "auto",
+        MODEL,
+        "auto loads the model's weights; dummy makes random ones from its config.json.",
+        choices=("auto", "dummy"),
+        form="auto or dummy: only safetensors and GGUF files are loaded, nothing pickled",
+    )
+    dtype: str = flag(
+        "auto",
+        MODEL,
+        "The type of weights and activations; auto takes the checkpoint's.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str | None = flag(
+        None,
+        MODEL,
+        "How the weights are quantized.",
+        unset="as config.json says",
+        choices=("awq", "bitsandbytes", "fp8"),
+        pending="quantized weights",
+    )
+    revision: str | None = flag(
+        None, MODEL, "The branch, tag or commit of the model on the Hugging Face hub.", unset="main"
+    )
+    hf_token: str | None = flag(
+        None,
+        MODEL,
+        "The access token for the Hugging Face hub.",
+        env=("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
+        secret=True,
+    )
+    download_dir: str = flag(
+        "~/.cache/hex_llm", MODEL, "The folder that keeps downloaded models.", env=("HEX_LLM_CACHE",)
+    )
+    max_model_len: int | None = flag(
+        None,
+        MODEL,
+        "The longest input plus output, in tokens.",
+        unset="as config.json says",
+        env=("MAX_TOTAL_TOKENS",),
+    )
+    sliding_window: int | None = flag(
+        None, MODEL, "Overrides the model's attention window, in tokens.", unset="the model's"
+    )
+    seed: int = flag(0, MODEL, "Seeds everything; a request's own seed wins for that request.", low=0)
+
+    num_hosts: int = flag(
+        1,
+        ENGINE,
+        "The hosts that one replica spans.",
+        aliases=("nnodes",),
+        deprecated=("num_nodes",),
+    )
+    disagg_topo: str | None = flag(
+        None,
+        ENGINE,
+        "Serve with P prefill and D decode workers, each of tensor_parallel_size devices.",
+        pattern=r"[1-9][0-9]{0,3},[1-9][0-9]{0,3}",
+        form='"P,D": the numbers of prefill and of decode workers, as in "3,1"',
+        pending="separate prefill and decode workers",
+    )
+    data_parallel_size: int = flag(1, ENGINE, "The replicas of the model.", pending="data-parallel replicas")
+    tensor_parallel_size: int = flag(1, ENGINE, "The devices of one replica.", env=("NUM_SHARD",))
+    worker_distributed_method: str = flag(
+        "mp",
+        ENGINE,
+        "Who starts the workers: multiprocessing or Ray.",
+        choices=("mp", "ray"),
+        aliases=("distributed_executor_backend",),
+        switches={"use_ray": ("ray", "mp")},
+        deprecated=("use_ray",),
+        pending="Ray workers",
+    )
+    enable_jit: bool = flag(
+        True,
+        ENGINE,
+        "Compile each step; without it steps run op by op, slowly, with the same results.",
+        switches={"enforce_eager": (False, True)},
+    )
+    warmup: bool = flag(True, ENGINE, "Compile every shape before the server is ready.")
+    max_prefill_seqs: int = flag(1, ENGINE, "The most sequences prefilled in one step.")
+    prefill_seqs_padding: int = flag(8, ENGINE, "The prefill batch is padded to a multiple of this.")
+    prefill_len_padding: int = flag(
+        512,
+        ENGINE,
+        "The prefill length is padded to a multiple of this, below it to a power of two. Also the unit of "
+        "prefix-cache hits.",
+        deprecated=("tokens_pad_multiple",),
+    )
+    max_decode_seqs: int = flag(
+        256,
+        ENGINE,
+        "The most sequences decoded in one step.",
+        aliases=("max_running_seqs", "max_num_seqs"),
+    )
+    decode_seqs_padding: int = flag(
+        8,
+        ENGINE,
+        "The decode batch is padded to a multiple of this, below it to 1, 2 or 4.",
+        deprecated=("seqs_pad_multiple",),
+    )
+    decode_blocks_padding: int = flag(
+        128, ENGINE, "The width of the block table is padded to a multiple of this."
+    )
+    enable_prefix_cache_hbm: bool = flag(
+        False,
+        ENGINE,
+        "Keep the KV cache of shared prompt prefixes for later requests.",
+        aliases=("enable_prefix_caching",),
+        pending="cached prefixes",
+    )
+    prefix_cache_unit: str = flag(
+        "prefill_len_padding",
+        ENGINE,
+        "What prefix-cache hits are counted in: multiples of prefill_len_padding, or single blocks.",
+        choices=("block", "prefill_len_padding"),
+        pending="cached prefixes",
+    )
+    enable_chunked_prefill: bool = flag(
+        False,
+        ENGINE,
+        "Run chunks of prompts and decodes in one step; allows longer contexts.",
+        pending="prefill chunks",
+    )
+    max_num_batched_tokens: int | None = flag(
+        None,
+        ENGINE,
+        "The most tokens in one step of chunked prefill.",
+        unset="chosen by the server",
+        pending="prefill chunks",
+    )
+    async_scheduling: bool = flag(
+        True,
+        ENGINE,
+        "Prepare the next step while one runs. Steps are not overlapped yet: there is nothing to turn off.",
+        pending="overlapped steps",
+    )
+    batch_mode: str = flag(
+        "continuous",
+        ENGINE,
+        "There is no other mode; taken for first-generation commands.",
+        choices=("continuous",),
+    )
+
+    hbm_utilization_factor: float = flag(
+        0.9,
+        MEMORY,
+        "The share of the device memory that is free after the weights, given to the KV cache.",
+        low=0,
+        high=1,
+        aliases=("gpu_memory_utilization",),
+    )
+    num_blocks: int | None = flag(
+        None,
+        MEMORY,
+        "The blocks of the KV cache; overrides hbm_utilization_factor.",
+        unset="measured",
+        aliases=("num_gpu_blocks_override",),
+    )
+    block_size: int = flag(32, MEMORY, "The tokens in one block.", choices=(8, 16, 32, 2048, 8192))
+    kv_cache_dtype: str = flag(
+        "auto",
+        MEMORY,
+        "The type of the KV cache; auto takes that of the activations.",
+        choices=("auto", "bfloat16", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        pending="other types of the KV cache",
+    )
+
+    enable_lora: bool = flag(False, LORA, "Let each request name an adapter.", pending="per-request adapters")
+    max_lora_rank: int = flag(16, LORA, "The largest rank of an adapter.", pending="per-request adapters")
+    enable_lora_cache: bool = flag(
+        True, LORA, "Keep downloaded adapter files.", pending="per-request adapters"
+    )
+    max_num_mem_cached_lora: int = flag(
+        16,
+        LORA,
+        "The most adapters kept in device memory.",
+        aliases=("max_loras",),
+        pending="per-request adapters",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.download_dir).expanduser()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP side is told: its address, its names and keys, its log."""
+
+    host: str = flag("0.0.0.0", SERVER, "The address to listen on.")
+    port: int = flag(
+        7080,
+        SERVER,
+        "The port to listen on; 0 picks a free one.",
+        low=0,
+        high=65535,
+        env=("AIP_HTTP_PORT", "PORT"),
+    )
+    served_model_name: str | None = flag(
+        None,
+        SERVER,
+        "The model's name in requests and answers.",
+        unset="the value of --model",
+        env=("MODEL_ID",),
+    )
+    api_key: str | None = flag(None, SERVER, "The key that every request must bear.", secret=True)
+    max_concurrent_requests: int | None = flag(
+        None,
+        SERVER,
+        "The most requests running and waiting; more are turned away.",
+        unset="no limit",
+        env=("MAX_CONCURRENT_REQUESTS",),
+        pending="queue limits",
+    )
+    predict_output_format: str = flag(
+        "prompt_output",
+        SERVER,
+        'The text of a /generate prediction: "Prompt:...Output:...", or the output alone.',
+        choices=("prompt_output", "raw"),
+    )
+    disable_log_requests: bool = flag(
+        False, SERVER, "Do not log each request.", switches={"enable_log_requests": (False, True)}
+    )
+    log_level: str = flag(
+        "INFO",
+        SERVER,
+        "The least serious messages to log; any case.",
+        choices=("DEBUG", "INFO", "WARNING", "WARN", "ERROR", "CRITICAL", "FATAL", "NOTSET"),
+        env=("HEX_LLM_LOG_LEVEL",),
+    )
+    verbose_log: bool = flag(False, SERVER, "Log the detail of every step.", env=("HEX_LLM_VERBOSE_LOG",))
+
+    def __post_init__(self) -> None:
+        check_fields(self)

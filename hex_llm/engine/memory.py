@@ -1,0 +1,43 @@
+"""How many KV blocks fit."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from hex_llm.config import EngineConfig
+from hex_llm.errors import ConfigError
+from hex_llm.models.spec import ModelSpec
+
+CPU_SHARE = 0.25  # of the memory that is free: the rest of the machine needs some too
+CPU_CAP = 4 << 30
+
+
+def num_kv_blocks(
+    config: EngineConfig, spec: ModelSpec, dtype: np.dtype[Any], devices: list[jax.Device]
+) -> int:
+    """--num_blocks, or what --hbm_utilization_factor of the free memory holds; and the padding block."""
+    if config.num_blocks is not None:
+        return config.num_blocks + 1
+    per_device = spec.num_kv_heads // len(devices) * spec.head_dim * 2 * dtype.itemsize * len(spec.layers)
+    needed = config.max_decode_seqs * -(-spec.max_len // config.block_size)
+    fitting = int(_free_bytes(config, devices)) // (per_device * config.block_size)
+    if fitting < 1:
+        raise ConfigError(
+            f"--hbm_utilization_factor={config.hbm_utilization_factor}: "
+            "no room for KV blocks after the weights"
+        )
+    return min(fitting, needed) + 1
+
+
+def _free_bytes(config: EngineConfig, devices: list[jax.Device]) -> float:
+    if devices[0].platform == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(free * CPU_SHARE, CPU_CAP) / len(devices)
+    free = min(
+        stats["bytes_limit"] - stats["bytes_in_use"] for stats in (d.memory_stats() for d in devices) if stats
+    )
+    return free * config.hbm_utilization_factor

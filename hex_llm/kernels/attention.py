@@ -1,0 +1,52 @@
+"""paged_attention: one signature for all platforms, chosen once.
+
+Letters of shapes, here and in the decoder: T tokens, S sequences, B blocks of a sequence, C = B * block
+size, K KV heads, G query heads per KV head, H head size, D model width, F feed-forward width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+
+
+class Mask(NamedTuple):
+    """What a query sees besides being causal; None: everything before it."""
+
+    window: int | None = None  # the last `window` tokens, itself included
+    chunk: int | None = None  # its own stretch of `chunk` positions
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Where the T tokens of a step stand. The first S_d tokens are decodes, one for each of the first
+    S_d sequences; S_d is the length of `decode_tables`. Block 0 is never a sequence's: padding lands there.
+    """
+
+    positions: jax.Array  # [T] position of each token in its sequence
+    sequences: jax.Array  # [T] row of each token in decode_tables, then prefill_tables
+    slots: jax.Array  # [T] where its K and V go: block * block size + offset
+    decode_tables: jax.Array  # [S_d, B] block ids, in order of position
+    prefill_tables: jax.Array  # [S_p, B]
+
+
+class PagedAttention(Protocol):
+    """Writes k and v into the pages, then lets every token attend to its sequence through them."""
+
+    def __call__(
+        self,
+        q: jax.Array,  # [T, K, G, H]
+        k: jax.Array,  # [T, K, H]
+        v: jax.Array,  # [T, K, H]
+        pages: jax.Array,  # [N, block, K, 2, H]
+        batch: Batch,
+        *,
+        mask: Mask,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attention out [T, K, G, H], and the pages."""
+        ...

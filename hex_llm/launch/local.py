@@ -1,0 +1,163 @@
+"""`hex-llm serve` on one host: the engine's thread and the HTTP server in one process.
+
+The port is bound before anything else and answers 503 while the model is loaded. SIGTERM and SIGINT let
+running requests finish; a second signal does not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from hex_llm.config import EngineConfig, ServerConfig
+from hex_llm.errors import ConfigError, HexError, ModelError
+from hex_llm.launch.engine_thread import EngineThread
+from hex_llm.server.app import create_app
+
+if TYPE_CHECKING:
+    from hex_llm.engine.llm import LLM
+    from hex_llm.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+DRAIN_S = 20  # what running requests get after a signal
+STOP_S = 2  # what the engine's present step gets after that
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    """Returns after SIGTERM or SIGINT; raises a HexError when the server cannot start."""
+    configure_logging(server_config)
+    listener = bind(server_config.host, server_config.port)
+    name = server_config.served_model_name or engine_config.model or DEFAULT_MODEL_NAME
+    engine = EngineThread(partial(load, engine_config), name)
+    try:
+        asyncio.run(run(engine, server_config, listener))
+    except HexError:
+        log.debug("the server failed", exc_info=True)
+        raise
+    except Exception as error:
+        log.debug("the server failed", exc_info=True)
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"the server failed: {type(error).__name__}: {reason}") from error
+    if not engine.stop(STOP_S):
+        # It is loading or compiling. Python cannot end such a thread, and its own exit might crash in it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def configure_logging(config: ServerConfig) -> None:
+    """Our own messages at the wished level; of others' only warnings: they may write addresses with keys."""
+    level = logging.getLevelNamesMapping()[config.log_level]
+    logging.basicConfig(
+        level=max(level, logging.WARNING), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("hex_llm").setLevel(logging.DEBUG if config.verbose_log else level)
+    logging.getLogger("uvicorn").setLevel(level)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket: from here on clients can connect, even if they wait for their answer."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # "localhost" is both; who means IPv4 by it is not to be refused.
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except (OSError, UnicodeError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or "not an address"
+        raise ConfigError(f"--host={host} --port={port}: cannot listen there: {reason}") from error
+
+
+def load(config: EngineConfig) -> LLM:
+    # Imported here, in the engine's thread: jax takes seconds, and by then the port must be bound.
+    from hex_llm.engine.llm import LLM
+
+    llm = LLM(**{**vars(config), "warmup": False})
+    if config.warmup:
+        llm.engine.warm_up(progress=True)
+    return llm
+
+
+async def run(engine: EngineThread, config: ServerConfig, listener: socket.socket) -> None:
+    """Serves until a signal comes or loading fails, which raises its error."""
+    server = Server(engine, config)
+    log.info("listening on %s, loading %s", address_of(listener), engine.model_name)
+    loading = asyncio.create_task(start(engine, server, config, listener))
+    await server.serve(sockets=[listener])
+    if loading.done():
+        loading.result()
+    loading.cancel()
+
+
+async def start(
+    engine: EngineThread, server: uvicorn.Server, config: ServerConfig, listener: socket.socket
+) -> None:
+    address = address_of(listener)
+    try:
+        await engine.start()
+    except BaseException:
+        server.should_exit = True
+        raise
+    print(banner(engine, config, address), flush=True)
+
+
+class Server(uvicorn.Server):
+    def __init__(self, engine: EngineThread, config: ServerConfig) -> None:
+        self.engine = engine
+        super().__init__(
+            uvicorn.Config(
+                create_app(engine, config),
+                log_config=None,
+                access_log=not config.disable_log_requests,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_graceful_shutdown=DRAIN_S + STOP_S,
+            )
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's, but the signal is not raised again at the end, so that the exit code is 0."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Requests that are still running after DRAIN_S get an answer that says so."""
+        late = asyncio.get_running_loop().call_later(DRAIN_S, self.engine.fail, "the server is shutting down")
+        await super().shutdown(sockets)
+        late.cancel()
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def banner(engine: EngineThread, config: ServerConfig, address: str) -> str:
+    """Where the server is, what it serves, and a line to paste; the key itself is not shown."""
+    url = address.replace("//0.0.0.0:", "//localhost:").replace("[::]", "localhost")
+    key = "" if config.api_key is None else ' -H "Authorization: Bearer $API_KEY"'
+    return (
+        f"\nhex_llm is ready on {address}\n"
+        f"  model: {engine.model_name}\n"
+        f"  try:   curl {url}{example(engine.tokenizer)} -H 'Content-Type: application/json'{key}\n"
+    )
+
+
+def example(tokenizer: Tokenizer | None) -> str:
+    """A path and a body that this model can answer."""
+    if tokenizer is None:
+        return """/v1/completions -d '{"prompt": [1, 2, 3]}'"""
+    if not tokenizer.chat_template:
+        return """/v1/completions -d '{"prompt": "The capital of France is"}'"""
+    question = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    return f"/v1/chat/completions -d '{question}'"

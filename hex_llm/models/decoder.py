@@ -1,0 +1,128 @@
+"""The one forward pass of every model family: embed, blocks, logits.
+
+It knows shapes and values only: not how weights were loaded or sharded, nor how a batch came about.
+An absent weight (None) is an absent operation. Letters of shapes: see kernels/attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from hex_llm.kernels.attention import Batch, PagedAttention
+from hex_llm.models.linear import linear
+from hex_llm.models.moe import moe
+from hex_llm.models.params import FeedForward, LayerWeights, Weights
+from hex_llm.models.rope import rope_table, rotate
+from hex_llm.models.spec import Layer, ModelSpec, Rope
+
+RopeTables = dict[Rope | None, tuple[jax.Array, jax.Array]]
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+def forward(
+    spec: ModelSpec,
+    weights: Weights,
+    token_ids: jax.Array,
+    spans: jax.Array,
+    pages: list[jax.Array],
+    batch: Batch,
+    attend: PagedAttention,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """token_ids [T] -> hidden states [T, D] before the head, and the KV pages of every layer.
+
+    `spans` [T]: the length of sequence that each token's rope frequencies are made for (rope.rope_table).
+    """
+    x = weights.embed[token_ids]
+    if spec.embed_scale is not None:
+        x = x * jnp.asarray(spec.embed_scale, x.dtype)
+    ropes = {layer.rope for layer in spec.layers if layer.rope}
+    tables: RopeTables = {rope: rope_table(rope, batch.positions, spans) for rope in ropes}
+    new_pages = []
+    for layer, w, layer_pages in zip(spec.layers, weights.layers, pages, strict=True):
+        x, layer_pages = block(x, w, spec, layer, tables, layer_pages, batch, attend)
+        new_pages.append(layer_pages)
+    return rms_norm(x, weights.norm, spec), new_pages
+
+
+def logits(spec: ModelSpec, weights: Weights, hidden: jax.Array) -> jax.Array:
+    """hidden [R, D] -> float32 [R, V]."""
+    head = weights.embed if weights.head is None else weights.head
+    out = linear(hidden, head).astype(jnp.float32)
+    if spec.logit_softcap is not None:
+        out = jnp.tanh(out / spec.logit_softcap) * spec.logit_softcap
+    return out
+
+
+def block(
+    x: jax.Array,
+    w: LayerWeights,
+    spec: ModelSpec,
+    layer: Layer,
+    tables: RopeTables,
+    pages: jax.Array,
+    batch: Batch,
+    attend: PagedAttention,
+) -> tuple[jax.Array, jax.Array]:
+    """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
+    q, k, v = project_qkv(rms_norm(x, w.attn_norm, spec), w, spec, layer, tables, batch)
+    out, pages = attend(
+        q, k, v, pages, batch, mask=layer.mask, scale=spec.attention_scale, softcap=spec.attn_softcap
+    )
+    x = x + post_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
+    h = feed_forward(rms_norm(x, w.ffn_norm, spec), w.ffn, spec, layer)
+    return x + post_norm(h, w.ffn_post_norm, spec), pages
+
+
+def project_qkv(
+    x: jax.Array, w: LayerWeights, spec: ModelSpec, layer: Layer, tables: RopeTables, batch: Batch
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[T, D] -> q [T, K, G, H], k [T, K, H], v [T, K, H], rotated and normed."""
+    qkv = linear(x, w.qkv, w.qkv_bias)  # [T, K, G+2, H]
+    qk, v = qkv[:, :, :-1], qkv[:, :, -1]
+    if layer.rope is not None:
+        qk = rotate(qk, *tables[layer.rope], layer.rope.interleaved)
+    if layer.qk_norm:
+        qk = normalize(qk.astype(jnp.float32), spec.norm_eps).astype(x.dtype)
+    q, k = qk[:, :, :-1], qk[:, :, -1]
+    if layer.query_temperature is not None:
+        q = q * query_scales(layer.query_temperature, batch.positions)[:, None, None, None].astype(q.dtype)
+    return q, k, v
+
+
+def query_scales(temperature: tuple[float, float], positions: jax.Array) -> jax.Array:
+    floor, scale = temperature
+    return jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1.0) / floor)) * scale + 1.0
+
+
+def feed_forward(x: jax.Array, w: FeedForward, spec: ModelSpec, layer: Layer) -> jax.Array:
+    activation = ACTIVATIONS[spec.activation]
+    if layer.experts is None:
+        return gated_mlp(x, w, activation)
+    out = moe(x, w.router, w.gate_up, w.down, layer.experts, activation)
+    return out if w.shared is None else out + gated_mlp(x, w.shared, activation)
+
+
+def gated_mlp(x: jax.Array, w: FeedForward, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    gate_up = linear(x, w.gate_up, w.gate_up_bias)  # [T, F, 2]
+    return linear(activation(gate_up[..., 0]) * gate_up[..., 1], w.down, w.down_bias)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec) -> jax.Array:
+    scale = weight.astype(jnp.float32) + spec.norm_offset
+    return (normalize(x.astype(jnp.float32), spec.norm_eps) * scale).astype(x.dtype)
+
+
+def post_norm(x: jax.Array, weight: jax.Array | None, spec: ModelSpec) -> jax.Array:
+    return x if weight is None else rms_norm(x, weight, spec)
+
+
+def normalize(x: jax.Array, eps: float) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)

@@ -1,0 +1,104 @@
+"""Typed, bounded reading of a Hugging Face config.json: a wrong value ends in one line that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hex_llm.errors import ModelError
+
+# No model is near these; a config beyond them is broken or hostile.
+LIMITS = {
+    "num_hidden_layers": 512,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "intermediate_size_mlp": 1 << 20,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 1024,
+    "vocab_size": 1 << 22,
+    "max_position_embeddings": 1 << 28,
+    "original_max_position_embeddings": 1 << 28,
+    "num_local_experts": 1024,
+    "num_experts_per_tok": 64,
+}
+REQUIRED = object()
+
+
+class HFConfig:
+    """A config.json with a family's own defaults beneath it."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self.values = {**(defaults or {}), **values}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it stands; null counts as absent."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: Any = REQUIRED) -> int:
+        value = self.get(key, default)
+        limit = LIMITS.get(key, 1 << 31)
+        if value is REQUIRED:
+            raise ModelError(f"config.json lacks {key}: is this a complete model?")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            raise ModelError(f"config.json: {key}={value!r:.80} must be a whole number from 1 to {limit}")
+        return value
+
+    def number(self, key: str, default: Any = REQUIRED) -> float:
+        value = self.get(key, default)
+        if value is REQUIRED:
+            raise ModelError(f"config.json lacks {key}: is this a complete model?")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelError(f"config.json: {key}={value!r:.80} must be a finite number")
+        return float(value)
+
+    def positive(self, key: str, default: Any = REQUIRED) -> float:
+        value = self.number(key, default)
+        if value <= 0:
+            raise ModelError(f"config.json: {key}={value!r} must be greater than 0")
+        return value
+
+    def optional_int(self, key: str) -> int | None:
+        return None if self.get(key) is None else self.integer(key)
+
+    def optional_float(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.positive(key)
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"config.json: {key}={value!r:.80} must be true or false")
+        return value
+
+    def floats(self, key: str, length: int) -> tuple[float, ...]:
+        values = self.get(key)
+        if not isinstance(values, list) or len(values) != length:
+            raise ModelError(f"config.json: {key} must be a list of {length} numbers")
+        return tuple(HFConfig({key: value}).positive(key) for value in values)
+
+    def per_layer(self, key: str, allowed: tuple[Any, ...], default: list[Any]) -> list[Any]:
+        """One value for each layer, or the family's default where the list is absent or empty."""
+        values = self.get(key) or default
+        if (
+            not isinstance(values, list)
+            or len(values) != len(default)
+            or any(v not in allowed for v in values)
+        ):
+            raise ModelError(f"config.json: {key} must list {len(default)} values out of {list(allowed)}")
+        return values
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them."""
+        value = self.get(key, [])
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+            raise ModelError(f"config.json: {key}={value!r:.80} must be a token id or a list of them")
+        return tuple(values)
+
+    def section(self, key: str) -> HFConfig:
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise ModelError(f"config.json: {key} must be an object")
+        return HFConfig(value)

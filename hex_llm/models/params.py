@@ -1,0 +1,207 @@
+"""Every parameter of a model, declared once: its shape, its logical axes and where it lies in a checkpoint.
+
+Initialisation, sharding and loading all walk this tree; `parallel.shardings` maps the axes to devices.
+In a fused matrix the axis that is split over devices leads the axis that it was fused along:
+qkv is [K, G+2, H, D] (a KV head with its queries), gate_up is [F, 2, D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from hex_llm.models.spec import Layer, ModelSpec
+
+Leaf = Any  # a Param in the abstract tree, a jax.Array in the loaded one
+Index = tuple[slice | int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a checkpoint tensor that becomes a part of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole checkpoint tensor
+    view: tuple[int, ...]  # the stretch's shape: checkpoint axes split further, never merged
+    to: Index = ()  # where it goes: leading indices of the parameter
+    start: tuple[int, int] = (0, 0)  # (axis, offset) of the stretch in the checkpoint tensor
+    order: tuple[int, ...] | None = None  # permutation of the view's axes that gives the parameter's
+    repeat: int = 1  # each entry of the first axis is taken this many times
+
+
+@dataclass(frozen=True)
+class Param:
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]  # logical: "vocab", "kv_heads", "ffn" or None
+    pieces: tuple[Piece, ...]
+    norm: bool = False  # starts at one (less the family's offset) instead of random
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FeedForward:
+    gate_up: Leaf  # [F, 2, D], or [E, F, 2, D] of experts
+    down: Leaf  # [D, F], or [E, D, F]
+    gate_up_bias: Leaf | None = None
+    down_bias: Leaf | None = None
+    router: Leaf = None  # [E, D]
+    shared: FeedForward | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerWeights:
+    attn_norm: Leaf  # [D]
+    qkv: Leaf  # [K, G+2, H, D]
+    qkv_bias: Leaf | None  # [K, G+2, H]
+    out: Leaf  # [D, K, G, H]
+    out_bias: Leaf | None
+    attn_post_norm: Leaf | None
+    ffn_norm: Leaf
+    ffn: FeedForward
+    ffn_post_norm: Leaf | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weights:
+    embed: Leaf  # [V, D]
+    layers: list[LayerWeights]
+    norm: Leaf
+    head: Leaf | None  # None: tied to embed
+
+
+def abstract_weights(spec: ModelSpec) -> Weights:
+    names, width = spec.names, spec.hidden_size
+    table = (spec.vocab_size, width)
+    head = None if spec.tied else _whole(names.head, table, ("vocab", None))
+    return Weights(
+        embed=_whole(names.prefix + "embed_tokens.weight", table, ("vocab", None)),
+        layers=[_layer(spec, layer, f"{names.prefix}layers.{i}.") for i, layer in enumerate(spec.layers)],
+        norm=_norm(names.prefix + "norm", width),
+        head=head,
+    )
+
+
+def _whole(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Param:
+    return Param(shape, axes, (Piece(name, shape, shape),))
+
+
+def _norm(name: str, width: int) -> Param:
+    return Param((width,), (None,), (Piece(name + ".weight", (width,), (width,)),), norm=True)
+
+
+def _layer(spec: ModelSpec, layer: Layer, prefix: str) -> LayerWeights:
+    norms, width = spec.names.norms, spec.hidden_size
+    heads = (spec.num_kv_heads, spec.group_size, spec.head_dim)
+    flat = heads[0] * heads[1] * heads[2]
+    out = Piece(prefix + "self_attn.o_proj.weight", (width, flat), (width, *heads))
+
+    def optional_norm(name: str | None) -> Param | None:
+        return None if name is None else _norm(prefix + name, width)
+
+    return LayerWeights(
+        attn_norm=_norm(prefix + norms.attn, width),
+        qkv=_qkv(spec, prefix + "self_attn.", "weight", (width,)),
+        qkv_bias=_qkv(spec, prefix + "self_attn.", "bias", ()) if spec.qkv_bias else None,
+        out=Param((width, *heads), (None, "kv_heads", None, None), (out,)),
+        out_bias=_whole(prefix + "self_attn.o_proj.bias", (width,), (None,)) if spec.out_bias else None,
+        attn_post_norm=optional_norm(norms.attn_post),
+        ffn_norm=_norm(prefix + norms.ffn, width),
+        ffn=_feed_forward(spec, layer, f"{prefix}{spec.names.ffn}."),
+        ffn_post_norm=optional_norm(norms.ffn_post),
+    )
+
+
+def _qkv(spec: ModelSpec, prefix: str, kind: str, width: tuple[int, ...]) -> Param:
+    """The weight (width = (D,)) or the bias (width = ()) of the fused q, k and v projection."""
+    kv_heads, group, head = spec.num_kv_heads, spec.group_size, spec.head_dim
+    stored = kv_heads // spec.kv_repeat
+    q_rows, kv_rows = kv_heads * group * head, stored * head
+    fused = q_rows + 2 * kv_rows
+    start = dict(zip("qkv", (0, q_rows, q_rows + kv_rows), strict=True))
+
+    def piece(which: str, rows: int, view: tuple[int, ...], to: slice | int, repeat: int = 1) -> Piece:
+        name = f"{prefix}{'qkv' if spec.names.fused else which}_proj.{kind}"
+        shape = (fused if spec.names.fused else rows, *width)
+        offset = (0, start[which] if spec.names.fused else 0)
+        return Piece(name, shape, (*view, *width), (slice(None), to), offset, repeat=repeat)
+
+    pieces = (
+        piece("q", q_rows, (kv_heads, group, head), slice(0, group)),
+        piece("k", kv_rows, (stored, head), group, spec.kv_repeat),
+        piece("v", kv_rows, (stored, head), group + 1, spec.kv_repeat),
+    )
+    shape = (kv_heads, group + 2, head, *width)
+    return Param(shape, ("kv_heads", *(None,) * (len(shape) - 1)), pieces)
+
+
+def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
+    experts = layer.experts
+    if experts is None:
+        return _dense(spec, prefix, layer.ffn_size)
+    stacked = spec.names.stacked_experts
+    shared = experts.shared_size
+    width, num, size = spec.hidden_size, experts.num, experts.size
+    router = "router.weight" if stacked else "gate.weight"
+    gate_up = _stacked_gate_up(prefix, num, size, width) if stacked else _gate_ups(prefix, num, size, width)
+    down = (
+        (Piece(prefix + "experts.down_proj", (num, size, width), (num, size, width), order=(0, 2, 1)),)
+        if stacked
+        else tuple(
+            Piece(f"{prefix}experts.{e}.w2.weight", (width, size), (width, size), (e,)) for e in range(num)
+        )
+    )
+    return FeedForward(
+        gate_up=Param((num, size, 2, width), (None, "ffn", None, None), gate_up),
+        down=Param((num, width, size), (None, None, "ffn"), down),
+        router=_whole(prefix + router, (num, width), (None, None)),
+        shared=None if shared is None else _dense(spec, prefix + "shared_expert.", shared),
+    )
+
+
+def _gate_ups(prefix: str, num: int, size: int, width: int) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(f"{prefix}experts.{e}.{name}.weight", (size, width), (size, width), (e, slice(None), half))
+        for e in range(num)
+        for half, name in enumerate(("w1", "w3"))
+    )
+
+
+def _stacked_gate_up(prefix: str, num: int, size: int, width: int) -> tuple[Piece, ...]:
+    shape, view = (num, width, 2 * size), (num, width, size)
+    return tuple(
+        Piece(
+            prefix + "experts.gate_up_proj",
+            shape,
+            view,
+            (slice(None), slice(None), half),
+            (2, half * size),
+            (0, 2, 1),
+        )
+        for half in (0, 1)
+    )
+
+
+def _dense(spec: ModelSpec, prefix: str, size: int) -> FeedForward:
+    width, bias = spec.hidden_size, spec.ffn_bias
+    return FeedForward(
+        gate_up=_gate_up(spec, prefix, "weight", size, (width,)),
+        down=_whole(prefix + "down_proj.weight", (width, size), (None, "ffn")),
+        gate_up_bias=_gate_up(spec, prefix, "bias", size, ()) if bias else None,
+        down_bias=_whole(prefix + "down_proj.bias", (width,), (None,)) if bias else None,
+    )
+
+
+def _gate_up(spec: ModelSpec, prefix: str, kind: str, size: int, width: tuple[int, ...]) -> Param:
+    fused = spec.names.fused
+    shape = ((2 if fused else 1) * size, *width)
+
+    def piece(half: int, name: str) -> Piece:
+        name = f"{prefix}{'gate_up' if fused else name}_proj.{kind}"
+        return Piece(name, shape, (size, *width), (slice(None), half), (0, half * size if fused else 0))
+
+    pieces = (piece(0, "gate"), piece(1, "up"))
+    return Param((size, 2, *width), ("ffn", None, *(None,) * len(width)), pieces)

@@ -1,0 +1,48 @@
+"""Rotary position embedding: angles from positions, rotation of heads."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hex_llm.models.spec import Rope
+
+
+def rope_table(rope: Rope, positions: jax.Array, spans: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, [T, pairs] each. `spans` [T]: the sequence length that a token's frequencies are for."""
+    angles = positions[:, None].astype(jnp.float32) * _frequencies(rope, spans)
+    return jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+
+
+def _frequencies(rope: Rope, spans: jax.Array) -> jax.Array:
+    plain = jnp.array(rope.inv_freq, jnp.float32)
+    is_long = spans[:, None] > rope.original_len
+    if rope.long_inv_freq is not None:
+        return jnp.where(is_long, jnp.array(rope.long_inv_freq, jnp.float32), plain)
+    if rope.ntk is not None:
+        return jnp.where(is_long, _ntk_frequencies(rope, spans[:, None].astype(jnp.float32)), plain)
+    return plain
+
+
+def _ntk_frequencies(rope: Rope, spans: jax.Array) -> jax.Array:
+    assert rope.ntk is not None
+    theta, factor = rope.ntk
+    dim = 2 * len(rope.inv_freq)
+    stretch = factor * spans / rope.original_len - (factor - 1)
+    base = theta * stretch ** (dim / (dim - 2))
+    return 1.0 / base ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool) -> jax.Array:
+    """x [T, ..., H]; the first 2 * pairs dimensions of H are rotated."""
+    pairs = cos.shape[-1]
+    shape = (len(x),) + (1,) * (x.ndim - 2) + (pairs,)
+    cos, sin = cos.reshape(shape), sin.reshape(shape)
+    turned, passed = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
+    if interleaved:
+        a, b = turned[..., ::2], turned[..., 1::2]
+        out = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turned.shape)
+    else:
+        a, b = turned[..., :pairs], turned[..., pairs:]
+        out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([out.astype(x.dtype), passed], axis=-1)

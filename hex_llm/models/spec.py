@@ -1,0 +1,144 @@
+"""A model as data: everything the one decoder needs to know, and nothing about files or devices.
+
+A switch is a value rather than a flag: None means that the operation is absent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from hex_llm.errors import ConfigError
+from hex_llm.kernels.attention import Mask
+
+EVERYTHING = Mask()
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions; frequencies are resolved numbers, whatever scaling they came from."""
+
+    inv_freq: tuple[float, ...]  # one per rotated pair; dimensions beyond 2 * len(inv_freq) pass unrotated
+    magnitude: float = 1.0  # cos and sin are multiplied by it
+    interleaved: bool = False  # a pair is two neighbours instead of one from each half
+    original_len: int = 0  # sequences longer than this use what follows
+    long_inv_freq: tuple[float, ...] | None = None  # longrope: other frequencies
+    ntk: tuple[float, float] | None = None  # dynamic: (theta, factor), frequencies follow the length
+
+    @property
+    def recompute_len(self) -> int | None:
+        """A sequence that grows past this length needs its whole KV made anew (longrope switches)."""
+        return self.original_len if self.long_inv_freq is not None else None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture-of-experts feed-forward."""
+
+    num: int
+    num_per_token: int
+    size: int  # intermediate size of one expert
+    sigmoid_input: bool = False  # Llama 4: sigmoid scores that scale an expert's input, not its output
+    shared_size: int | None = None  # intermediate size of the expert that every token visits
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What may differ from one layer to the next."""
+
+    rope: Rope | None  # None: no positions
+    mask: Mask = EVERYTHING
+    ffn_size: int = 0
+    experts: Experts | None = None  # None: a dense feed-forward of ffn_size
+    qk_norm: bool = False  # weightless RMS norm of q and k after rope
+    query_temperature: tuple[float, float] | None = None  # (floor, scale): long positions sharpen queries
+
+
+class NormNames(NamedTuple):
+    """Checkpoint names of a layer's norms; None: the norm does not exist."""
+
+    attn: str = "input_layernorm"
+    attn_post: str | None = None
+    ffn: str = "post_attention_layernorm"
+    ffn_post: str | None = None
+
+
+LLAMA_NORMS = NormNames()
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """How a family spells its tensors."""
+
+    prefix: str = "model."
+    head: str = "lm_head.weight"
+    ffn: str = "mlp"
+    norms: NormNames = LLAMA_NORMS
+    fused: bool = False  # one qkv_proj and one gate_up_proj tensor (Phi-3)
+    stacked_experts: bool = False  # experts in one tensor, input axis first (Llama 4)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[Layer, ...]
+    max_len: int  # input and output tokens of one sequence
+    norm_eps: float
+    activation: str = "silu"
+    norm_offset: float = 0.0  # added to every norm weight
+    embed_scale: float | None = None
+    query_scale: float | None = None  # None: head_dim ** -0.5
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    tied: bool = False  # the embedding is also the head
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    eos_ids: tuple[int, ...] = ()
+    dtype: str = "bfloat16"  # of the checkpoint, as its config says
+    kv_repeat: int = 1  # each KV head is held this many times, so that every device has one
+    names: CheckpointNames = field(default_factory=CheckpointNames)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    @property
+    def recompute_len(self) -> int | None:
+        """See Rope.recompute_len; all layers of a model agree."""
+        return next((layer.rope.recompute_len for layer in self.layers if layer.rope), None)
+
+    def split_over(self, num_devices: int) -> ModelSpec:
+        """This model as `num_devices` hold it: where there are fewer KV heads than devices, each head is
+        held several times. Refuses a number that does not divide, naming those that do."""
+        if not self._divides(num_devices):
+            sizes = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self._divides(n))
+            raise ConfigError(
+                f"--tensor_parallel_size={num_devices}: this model's {self.num_heads} heads, "
+                f"{self.num_kv_heads} KV heads and feed-forward width can be split over {sizes} devices"
+            )
+        repeat = max(num_devices // self.num_kv_heads, 1)
+        return replace(self, num_kv_heads=self.num_kv_heads * repeat, kv_repeat=repeat)
+
+    def _divides(self, n: int) -> bool:
+        kv_fits = self.num_kv_heads % n == 0 or n % self.num_kv_heads == 0
+        return self.num_heads % n == 0 and kv_fits and all(size % n == 0 for size in self._ffn_sizes())
+
+    def _ffn_sizes(self) -> set[int]:
+        sizes = set()
+        for layer in self.layers:
+            experts = layer.experts
+            sizes |= (
+                {layer.ffn_size} if experts is None else {experts.size, experts.shared_size or experts.size}
+            )
+        return sizes

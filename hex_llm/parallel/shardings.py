@@ -1,0 +1,43 @@
+"""Logical axes to mesh axes: the one table, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hex_llm.errors import ConfigError
+
+TP = "tp"
+RULES: dict[str, str] = {"vocab": TP, "kv_heads": TP, "ffn": TP}
+PAGES = P(None, None, TP, None, None)  # [N, block, K, 2, H]
+
+
+def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """One replica's devices in a row; refuses more than there are."""
+    devices = jax.devices() if devices is None else devices
+    if tensor_parallel_size > len(devices):
+        hint = (
+            "; for virtual CPU devices set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size}"
+            if devices[0].platform == "cpu"
+            else ""
+        )
+        raise ConfigError(
+            f"--tensor_parallel_size={tensor_parallel_size}: only {len(devices)} "
+            f"{devices[0].platform} device(s) are available{hint}"
+        )
+    return jax.make_mesh(
+        (tensor_parallel_size,), (TP,), (AxisType.Auto,), devices=devices[:tensor_parallel_size]
+    )
+
+
+def sharding(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:
+    """A vocabulary that does not divide is held whole on every device; all else was checked to divide."""
+    names = [
+        RULES[axis] if axis is not None and size % mesh.shape[TP] == 0 else None
+        for axis, size in zip(axes, shape, strict=True)
+    ]
+    return NamedSharding(mesh, P(*names))

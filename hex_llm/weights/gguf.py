@@ -1,0 +1,312 @@
+"""A GGUF file as a Hugging Face checkpoint: what its `config.json` would say, and tensors by their HF names.
+
+What conversion did to the weights (rotary rows interleaved, 1 added to Gemma's norms, experts stacked) is
+undone here. Not known here: the bytes (`gguf_reader.py`) and the tokenizer (`gguf_tokenizer.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hex_llm.errors import ModelError
+from hex_llm.text.tokenizer import Tokenizer
+from hex_llm.weights.checkpoint import Checkpoint
+from hex_llm.weights.gguf_reader import GGUFTensor, Metadata, read_gguf
+from hex_llm.weights.gguf_tokenizer import build_tokenizer, end_ids
+
+Config = dict[str, Any]
+Tensors = Mapping[str, GGUFTensor]
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    path: Path
+    metadata: Metadata
+    config: Config
+    checkpoint: Checkpoint
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Read and check the header; the tensors stay in the file, open as long as one of them is referenced."""
+    metadata, tensors = read_gguf(path)
+    if str(metadata.get("split.count", 1)) not in ("0", "1"):
+        raise ModelError(
+            f"{path}: is one part of a split model; join the parts with llama.cpp's gguf-split --merge"
+        )
+    keys = _Keys(path, str(metadata.get("general.architecture"))[:40], metadata)
+    family = _family(keys)
+    config = _config(keys, family, tensors)
+    return GGUFFile(path, metadata, config, dict(_renamed(family, config, tensors)))
+
+
+def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
+    return build_tokenizer(file.path, file.metadata)
+
+
+class _Family(NamedTuple):
+    arch: str
+    model_type: str
+    architecture: str
+    names: Mapping[str, str]
+
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "block_sparse_moe.gate",
+}
+_GEMMA2_NAMES = _NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+_FAMILIES = {
+    "llama": _Family("llama", "llama", "LlamaForCausalLM", _NAMES),
+    "qwen2": _Family("qwen2", "qwen2", "Qwen2ForCausalLM", _NAMES),
+    "gemma": _Family("gemma", "gemma", "GemmaForCausalLM", _NAMES),
+    "gemma2": _Family("gemma2", "gemma2", "Gemma2ForCausalLM", _GEMMA2_NAMES),
+    "phi3": _Family("phi3", "phi3", "Phi3ForCausalLM", _NAMES | {"ffn_up": "mlp.gate_up_proj"}),
+}
+_MIXTRAL = _Family("llama", "mixtral", "MixtralForCausalLM", _NAMES)
+_MISTRAL = _Family("llama", "mistral", "MistralForCausalLM", _NAMES)
+
+
+def _family(keys: _Keys) -> _Family:
+    if keys.arch not in _FAMILIES:
+        raise ModelError(
+            f"{keys.path}: GGUF architecture {keys.arch!r} is not supported ({', '.join(_FAMILIES)} are)"
+        )
+    if keys.arch == "llama" and keys.optional("expert_count"):
+        return _MIXTRAL
+    if keys.arch == "llama" and keys.optional("attention.sliding_window"):
+        return _MISTRAL
+    return _FAMILIES[keys.arch]
+
+
+def _renamed(family: _Family, config: Config, tensors: Tensors) -> Iterator[tuple[str, GGUFTensor]]:
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+?)(_exps)?(?:\.(\d+))?\.(weight|bias)", name)
+        layer, part, stacked, expert, kind = match.groups("") if match else ("",) * 5
+        prefix = f"model.layers.{layer}." if layer else ""
+        if (stacked or expert) and layer and part in _EXPERTS and family is _MIXTRAL:
+            # In files of 2023 the experts are apart already.
+            for i, one in _unstacked(tensor, config) if stacked else ((expert, tensor),):
+                yield f"{prefix}block_sparse_moe.experts.{i}.{_EXPERTS[part]}.{kind}", one
+        elif part in family.names and not expert and not stacked and len(tensor.shape) <= 2:
+            yield f"{prefix}{family.names[part]}.{kind}", _restored(family, part, config, tensor)
+        elif name not in _ROPE_TENSORS:
+            raise ModelError(
+                f"{tensor.path}: tensor {name} {tensor.shape} is none of a {family.arch} model's; "
+                "this variant of the architecture is not supported"
+            )
+
+
+def _unstacked(tensor: GGUFTensor, config: Config) -> Iterator[tuple[int, GGUFTensor]]:
+    count, *shape = tensor.shape
+    if len(shape) != 2 or count != config["num_local_experts"]:
+        raise ModelError(f"{tensor.path}: tensor {tensor.name} {tensor.shape} is not one matrix per expert")
+    for i in range(count):
+        yield i, replace(tensor, shape=tuple(shape), offset=tensor.offset + i * shape[0] * tensor.row_bytes)
+
+
+def _restored(family: _Family, part: str, config: Config, tensor: GGUFTensor) -> GGUFTensor:
+    if family.arch in ("gemma", "gemma2") and part.endswith("norm"):
+        return replace(tensor, added=1.0)
+    if family.arch != "llama" or part not in ("attn_q", "attn_k"):
+        return tensor
+    heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+    if tensor.shape[0] % (2 * heads):
+        raise ModelError(
+            f"{tensor.path}: tensor {tensor.name} {tensor.shape} does not divide into {heads} heads"
+        )
+    return replace(tensor, heads=heads)
+
+
+class _Keys(NamedTuple):
+    """The metadata under one architecture's prefix, each value checked to be of its type."""
+
+    path: Path
+    arch: str
+    metadata: Metadata
+
+    def number(self, key: str, default: float) -> float:
+        value = self.metadata.get(f"{self.arch}.{key}", default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self._wrong(key, value)
+        return float(value)
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        value = self.metadata.get(f"{self.arch}.{key}", default)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()  # one number per layer
+        if type(value) is not int or value < 1:
+            raise self._wrong(key, value)
+        return value
+
+    def optional(self, key: str) -> int | None:
+        """None where the key is missing or 0."""
+        return self.positive(key) if self.number(key, 0) else None
+
+    def text(self, key: str, default: str) -> str:
+        return str(self.metadata.get(f"{self.arch}.{key}", default))
+
+    def token_id(self, name: str) -> int | None:
+        value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return value if type(value) is int else None
+
+    def _wrong(self, key: str, value: object) -> ModelError:
+        found = "is missing" if value is None else f"is {str(value)[:40]!r}, which it cannot be"
+        return ModelError(f"{self.path}: {self.arch}.{key} {found}; convert the model again")
+
+
+def _config(keys: _Keys, family: _Family, tensors: Tensors) -> Config:
+    if "token_embd.weight" not in tensors:
+        raise ModelError(
+            f"{keys.path}: has no tensor token_embd.weight; take a file that holds a whole model"
+        )
+    hidden, heads = keys.positive("embedding_length"), keys.positive("attention.head_count")
+    head_dim = hidden // heads
+    if family.arch == "llama":  # in the other architectures the rotary size may be less than the head's
+        head_dim = keys.positive("rope.dimension_count", head_dim)
+    config = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": keys.positive("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.positive("attention.head_count_kv", heads),
+        "head_dim": keys.positive("attention.key_length", head_dim),
+        "intermediate_size": keys.positive("feed_forward_length"),
+        "hidden_act": "silu",
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "max_position_embeddings": keys.positive("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(keys, tensors),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "sliding_window": keys.optional("attention.sliding_window"),
+        "bos_token_id": keys.token_id("bos"),
+        "eos_token_id": _one_or_list(end_ids(keys.metadata)),
+        "pad_token_id": keys.token_id("padding"),
+    }
+    specific = _SPECIFIC.get(family.model_type)
+    return config | specific(keys, config, tensors) if specific else config
+
+
+def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    return list(ids) if len(ids) > 1 else ids[0] if ids else None
+
+
+def _rope_scaling(keys: _Keys, tensors: Tensors) -> Config | None:
+    if "rope_factors_long.weight" in tensors:
+        long, short = (
+            _factors(tensors, f"rope_factors_{name}.weight", keys.path) for name in ("long", "short")
+        )
+        return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+    if (
+        "rope_freqs.weight" in tensors
+    ):  # what conversion makes of Llama 3.1's scaling: each frequency's divisor
+        return {"rope_type": "factors", "factors": _factors(tensors, "rope_freqs.weight", keys.path)}
+    kind = keys.text("rope.scaling.type", "linear")
+    factor = keys.number(
+        "rope.scaling.factor", keys.number("rope.scale_linear", 1.0)
+    )  # the latter: files of 2023
+    if kind == "none" or factor == 1.0 or factor <= 0.0:
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        return _yarn(keys, factor)
+    raise ModelError(
+        f"{keys.path}: rope scaling {kind[:40]!r} without factors is not supported; linear and yarn are"
+    )
+
+
+def _yarn(keys: _Keys, factor: float) -> Config:
+    original = keys.optional("rope.scaling.original_context_length")
+    # The file's factor multiplies what HF computes by itself where it is told nothing.
+    scale = keys.number("rope.scaling.attn_factor", keys.number("rope.scaling.yarn_attn_factor", 1.0))
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "attention_factor": scale * (0.1 * math.log(factor) + 1.0) if scale != 1.0 else None,
+        "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    return {name: value for name, value in scaling.items() if value is not None}
+
+
+def _factors(tensors: Tensors, name: str, path: Path) -> list[float]:
+    tensor = tensors.get(name)
+    if tensor is None or len(tensor.shape) != 1 or tensor.shape[0] > 4096:
+        raise ModelError(
+            f"{path}: tensor {name} is missing or not one number per frequency; convert the model again"
+        )
+    factors: list[float] = tensor.read((slice(None),)).astype(np.float64).tolist()
+    return factors
+
+
+def _llama(keys: _Keys, config: Config, tensors: Tensors) -> Config:
+    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+
+
+def _mixtral(keys: _Keys, config: Config, tensors: Tensors) -> Config:
+    experts, used = keys.positive("expert_count"), keys.positive("expert_used_count")
+    if not used <= experts <= 1024:
+        raise ModelError(f"{keys.path}: cannot use {used} of {experts} experts; convert the model again")
+    return {"num_local_experts": experts, "num_experts_per_tok": used}
+
+
+def _gemma(keys: _Keys, config: Config, tensors: Tensors) -> Config:
+    return {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(keys: _Keys, config: Config, tensors: Tensors) -> Config:
+    # The file does not say how the queries are scaled: by 256, but for the 27B, known by its 46 layers.
+    is_27b = config["num_hidden_layers"] == 46
+    return _gemma(keys, config, tensors) | {
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else 256,
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "sliding_window": config["sliding_window"] or 4096,
+    }
+
+
+def _phi3(keys: _Keys, config: Config, tensors: Tensors) -> Config:
+    original = keys.optional("rope.scaling.original_context_length")
+    return {
+        "original_max_position_embeddings": original or config["max_position_embeddings"],
+        "partial_rotary_factor": keys.positive("rope.dimension_count", config["head_dim"])
+        / config["head_dim"],
+    }
+
+
+_SPECIFIC: dict[str, Callable[[_Keys, Config, Tensors], Config]] = {
+    "llama": _llama,
+    "mixtral": _mixtral,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "phi3": _phi3,
+}

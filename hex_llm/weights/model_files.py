@@ -1,0 +1,63 @@
+"""A model's folder or GGUF file, opened: its config, its checkpoint and its tokenizer. No jax, no devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hex_llm.errors import ModelError
+from hex_llm.text.tokenizer import Tokenizer, load_tokenizer
+from hex_llm.weights.checkpoint import Checkpoint
+from hex_llm.weights.gguf import gguf_tokenizer, open_gguf
+from hex_llm.weights.safetensors import open_safetensors
+
+MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    config: Mapping[str, Any]  # as in Hugging Face's config.json
+    checkpoint: Checkpoint | None  # None: only the config was wanted
+
+
+def open_model(path: Path, *, trust_remote_code: bool = False, config_only: bool = False) -> ModelFiles:
+    """Reads configs and headers only; nothing in the folder is ever executed."""
+    if path.suffix == ".gguf":
+        file = open_gguf(path)
+        return ModelFiles(file.config, None if config_only else file.checkpoint)
+    config = read_config(path)
+    if "auto_map" in config and not trust_remote_code:
+        raise ModelError(
+            "config.json wants its own code to be run (auto_map); hex_llm never runs code from a model: "
+            "pass --trust_remote_code to use the built-in architecture instead"
+        )
+    return ModelFiles(config, None if config_only else open_safetensors(path))
+
+
+def open_tokenizer(path: Path, mode: str = "auto") -> Tokenizer:
+    return gguf_tokenizer(open_gguf(path)) if path.suffix == ".gguf" else load_tokenizer(path, mode=mode)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the end-of-sequence ids of generation_config.json where there are any."""
+    config = _read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    return config if eos is None else {**config, "eos_token_id": eos}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelError(f"no {path.name} in the model's folder: is this a Hugging Face model?")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ModelError(f"{path.name} is larger than {MAX_CONFIG_BYTES >> 20} MiB: not a config")
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path.name} is not valid JSON: download the model again") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path.name} must hold a JSON object")
+    return values

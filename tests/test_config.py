@@ -1,0 +1,139 @@
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+
+from hex_llm.config import EngineConfig, ServerConfig, flags_of
+from hex_llm.errors import ConfigError
+
+SERVER_DEFAULTS = {
+    "host": "0.0.0.0",
+    "port": 7080,
+    "served_model_name": None,
+    "api_key": None,
+    "max_concurrent_requests": None,
+    "predict_output_format": "prompt_output",
+    "disable_log_requests": False,
+    "log_level": "INFO",
+    "verbose_log": False,
+}
+ENGINE_DEFAULTS = {
+    "model": None,
+    "tokenizer": None,
+    "tokenizer_mode": "auto",
+    "skip_tokenizer_init": False,
+    "trust_remote_code": False,
+    "load_format": "auto",
+    "dtype": "auto",
+    "quantization": None,
+    "revision": None,
+    "hf_token": None,
+    "download_dir": "~/.cache/hex_llm",
+    "max_model_len": None,
+    "sliding_window": None,
+    "seed": 0,
+    "num_hosts": 1,
+    "disagg_topo": None,
+    "data_parallel_size": 1,
+    "tensor_parallel_size": 1,
+    "worker_distributed_method": "mp",
+    "enable_jit": True,
+    "warmup": True,
+    "max_prefill_seqs": 1,
+    "prefill_seqs_padding": 8,
+    "prefill_len_padding": 512,
+    "max_decode_seqs": 256,
+    "decode_seqs_padding": 8,
+    "decode_blocks_padding": 128,
+    "enable_prefix_cache_hbm": False,
+    "prefix_cache_unit": "prefill_len_padding",
+    "enable_chunked_prefill": False,
+    "max_num_batched_tokens": None,
+    "async_scheduling": True,
+    "batch_mode": "continuous",
+    "hbm_utilization_factor": 0.9,
+    "num_blocks": None,
+    "block_size": 32,
+    "kv_cache_dtype": "auto",
+    "enable_lora": False,
+    "max_lora_rank": 16,
+    "enable_lora_cache": True,
+    "max_num_mem_cached_lora": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "defaults"), [(EngineConfig(), ENGINE_DEFAULTS), (ServerConfig(), SERVER_DEFAULTS)]
+)
+def test_defaults_are_those_of_the_contract(config: EngineConfig | ServerConfig, defaults: dict) -> None:
+    assert {f.name: getattr(config, f.name) for f in fields(config)} == defaults
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"block_size": 7}, "--block_size=7: must be one of 8, 16, 32, 2048, 8192"),
+        ({"max_model_len": 0}, "--max_model_len=0: must be a whole number from 1 to 2^31-1"),
+        ({"max_model_len": 2**31}, "--max_model_len=2147483648: must be a whole number from 1 to 2^31-1"),
+        ({"num_blocks": True}, "--num_blocks=True: must be a whole number from 1 to 2^31-1"),
+        ({"num_blocks": 2.0}, "--num_blocks=2.0: must be a whole number from 1 to 2^31-1"),
+        ({"seed": "0"}, None),
+        ({"seed": None}, None),
+        ({"seed": -1}, "--seed=-1: must be a whole number from 0 to 2^31-1"),
+        ({"warmup": 1}, "--warmup=1: must be true or false"),
+        ({"hbm_utilization_factor": 0}, "--hbm_utilization_factor=0: must be a number above 0 and at most 1"),
+        ({"hbm_utilization_factor": 1.01}, None),
+        ({"hbm_utilization_factor": float("nan")}, None),
+        ({"hbm_utilization_factor": float("inf")}, None),
+        ({"hbm_utilization_factor": True}, None),
+        ({"model": ""}, "--model=: must be a non-empty string"),
+        ({"model": Path("folder")}, None),
+        ({"dtype": "float64"}, "--dtype=float64: must be one of auto, float32, bfloat16, float16"),
+        ({"dtype": "a\nb"}, "--dtype='a\\nb': must be one of auto, float32, bfloat16, float16"),
+        ({"disagg_topo": "0,1"}, None),
+        ({"enable_lora": True}, "--enable_lora: per-request adapters are not built yet"),
+    ],
+)
+def test_engine_refuses_a_wrong_value(values: dict, message: str | None) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        EngineConfig(**values)
+    assert str(refusal.value).startswith(f"--{next(iter(values))}=" if message is None else message)
+
+
+@pytest.mark.parametrize("values", [{"port": 65536}, {"port": -1}, {"host": " "}, {"log_level": "loud"}])
+def test_server_refuses_a_wrong_value(values: dict) -> None:
+    with pytest.raises(ConfigError, match=f"--{next(iter(values))}="):
+        ServerConfig(**values)
+
+
+def test_edges_are_allowed() -> None:
+    EngineConfig(hbm_utilization_factor=1, seed=2**31 - 1, max_model_len=1)
+    ServerConfig(port=0)
+
+
+def test_a_config_is_derived_and_never_changed() -> None:
+    config = EngineConfig()
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 1  # type: ignore[misc]
+    assert replace(config, seed=1).seed == 1
+    with pytest.raises(ConfigError):
+        replace(config, seed=-1)
+
+
+def test_secrets_are_not_printed() -> None:
+    assert "s3cret" not in f"{EngineConfig(hf_token='s3cret')} {ServerConfig(api_key='s3cret')}"
+    with pytest.raises(ConfigError, match=r"--api_key=\*\*\*"):
+        ServerConfig(api_key=["s3cret"])  # type: ignore[arg-type]
+
+
+def test_cache_dir_is_below_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert EngineConfig().cache_dir == Path("/somewhere/.cache/hex_llm")
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
+def test_every_field_is_described(config: type) -> None:
+    for flag in flags_of(config):
+        assert flag.kind in (bool, int, float, str)
+        assert flag.help.endswith(".")
+        assert flag.allows(flag.default)

@@ -1,0 +1,373 @@
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hex_llm.config import EngineConfig, ServerConfig
+from hex_llm.errors import ConfigError
+from hex_llm.flags import (
+    FLAGS,
+    HELP_WIDTH,
+    engine_config_from_kwargs,
+    help_text,
+    markdown_table,
+    parse,
+    spellings,
+)
+
+ROOT = Path(__file__).parent.parent
+# A value other than the default for every flag that is built.
+BUILT: dict[str, Any] = {
+    "host": "::1",
+    "port": 8000,
+    "served_model_name": "name",
+    "api_key": "key",
+    "predict_output_format": "raw",
+    "disable_log_requests": True,
+    "log_level": "DEBUG",
+    "verbose_log": True,
+    "model": "gs://bucket/folder",
+    "tokenizer": "org/name",
+    "tokenizer_mode": "slow",
+    "skip_tokenizer_init": True,
+    "trust_remote_code": True,
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "revision": "v2",
+    "hf_token": "token",
+    "download_dir": "folder",
+    "max_model_len": 4096,
+    "sliding_window": 1024,
+    "seed": 42,
+    "num_hosts": 4,
+    "tensor_parallel_size": 16,
+    "enable_jit": False,
+    "warmup": False,
+    "max_prefill_seqs": 2,
+    "prefill_seqs_padding": 16,
+    "prefill_len_padding": 256,
+    "max_decode_seqs": 512,
+    "decode_seqs_padding": 128,
+    "decode_blocks_padding": 64,
+    "hbm_utilization_factor": 0.45,
+    "num_blocks": 128,
+    "block_size": 2048,
+}
+# The same for every flag that is not, with the feature that the refusal names.
+PENDING = {
+    "disagg_topo": ("3,1", "separate prefill and decode workers"),
+    "data_parallel_size": ("2", "data-parallel replicas"),
+    "worker_distributed_method": ("ray", "Ray workers"),
+    "enable_prefix_cache_hbm": ("true", "cached prefixes"),
+    "prefix_cache_unit": ("block", "cached prefixes"),
+    "enable_chunked_prefill": ("true", "prefill chunks"),
+    "max_num_batched_tokens": ("512", "prefill chunks"),
+    "enable_lora": ("true", "per-request adapters"),
+    "max_lora_rank": ("32", "per-request adapters"),
+    "enable_lora_cache": ("false", "per-request adapters"),
+    "max_num_mem_cached_lora": ("8", "per-request adapters"),
+    "quantization": ("awq", "quantized weights"),
+    "kv_cache_dtype": ("fp8", "other types of the KV cache"),
+    "async_scheduling": ("false", "overlapped steps"),
+    "max_concurrent_requests": ("128", "queue limits"),
+}
+
+
+def parsed(*argv: str, **environ: str) -> dict[str, Any]:
+    """The fields that a command line changes from their defaults."""
+    configs = parse(argv, environ)
+    return {
+        name: value
+        for config, default in zip(configs, (EngineConfig(), ServerConfig()), strict=True)
+        for name, value in vars(config).items()
+        if value != getattr(default, name)
+    }
+
+
+def refusal(*argv: str, **environ: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        parse(argv, environ)
+    return str(refused.value)
+
+
+def test_every_flag_is_tried_here() -> None:
+    assert {*BUILT, *PENDING, "batch_mode"} == {flag.name for flag in FLAGS}
+    assert {flag.name for flag in FLAGS if flag.pending} == set(PENDING)
+
+
+def test_no_two_flags_share_a_spelling() -> None:
+    names = [n for f in FLAGS for n in {f.name, *f.aliases, *f.deprecated, *f.switches}]
+    assert len(names) == len(set(names)) == len(spellings())
+
+
+@pytest.mark.parametrize(("name", "value"), BUILT.items())
+def test_both_spellings_and_both_forms(name: str, value: Any) -> None:
+    dashes = name.replace("_", "-")
+    mixed = name.replace("_", "-", 1)
+    assert parsed(f"--{name}={value}") == {name: value}
+    assert parsed(f"--{dashes}={value}") == {name: value}
+    assert parsed(f"--{mixed}", str(value)) == {name: value}
+
+
+@pytest.mark.parametrize(("name", "refused"), PENDING.items())
+def test_a_flag_that_is_not_built_is_refused_by_name(name: str, refused: tuple[str, str]) -> None:
+    value, feature = refused
+    assert refusal(f"--{name}={value}") == f"--{name}: {feature} are not built yet"
+    default = spellings()[name].flag.default
+    assert default is None or parsed(f"--{name}={default}") == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--max-num-seqs 8", {"max_decode_seqs": 8}),
+        ("--max_running_seqs=512", {"max_decode_seqs": 512}),
+        ("--gpu-memory-utilization 0.98", {"hbm_utilization_factor": 0.98}),
+        ("--num-gpu-blocks-override 9", {"num_blocks": 9}),
+        ("--distributed-executor-backend mp", {}),
+        ("--nnodes 2", {"num_hosts": 2}),
+        ("--enforce-eager", {"enable_jit": False}),
+        ("--no-enforce-eager", {}),
+        ("--enforce_eager=false", {}),
+        ("--no-enable-prefix-caching", {}),
+        ("--async-scheduling", {}),
+        ("--no-enable-log-requests", {"disable_log_requests": True}),
+        ("--max-loras 16", {}),
+        ("--num_nodes=2", {"num_hosts": 2}),
+        ("--tokens_pad_multiple=1024", {"prefill_len_padding": 1024}),
+        ("--seqs_pad_multiple=32", {"decode_seqs_padding": 32}),
+        ("--use_ray=false", {}),
+        ("--batch_mode=continuous", {}),
+        ("--log_level=info", {}),
+    ],
+)
+def test_names_of_other_programs(argv: str, expected: dict[str, Any]) -> None:
+    assert parsed(*argv.split()) == expected
+
+
+def test_a_deprecated_name_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        parsed("--num-nodes=1", "--nnodes=1")
+    assert caplog.messages == ["--num-nodes is deprecated; use --num_hosts"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "warmup"),
+    [
+        ("--warmup", True),
+        ("--no-warmup", False),
+        ("--no_warmup", False),
+        *((f"--warmup={word}", True) for word in ("true", "TRUE", "1", "yes")),
+        *((f"--warmup={word}", False) for word in ("false", "False", "0", "no")),
+        ("--warmup false", False),
+    ],
+)
+def test_booleans(argv: str, warmup: bool) -> None:
+    engine, _ = parse([*argv.split(), "org/model"], {})
+    assert (engine.warmup, engine.model) == (warmup, "org/model")
+
+
+def test_the_seeds_command() -> None:
+    argv = "meta-llama/Llama-3.1-8B --seed 42 --disable-log-requests --no-enable-prefix-caching"
+    argv += " --async-scheduling --gpu-memory-utilization 0.98 --max-num-seqs 256 --tensor-parallel-size 8"
+    assert parsed(*argv.split(), "--max-model-len", "2048") == {
+        "model": "meta-llama/Llama-3.1-8B",
+        "seed": 42,
+        "disable_log_requests": True,
+        "hbm_utilization_factor": 0.98,
+        "tensor_parallel_size": 8,
+        "max_model_len": 2048,
+    }
+
+
+@pytest.mark.parametrize(
+    ("environ", "argv", "expected"),
+    [
+        ({"AIP_HTTP_PORT": "8080"}, "", {"port": 8080}),
+        ({"PORT": "81"}, "", {"port": 81}),
+        ({"PORT": "81", "AIP_HTTP_PORT": "8080"}, "", {"port": 8080}),
+        ({"PORT": "81"}, "--port=82", {"port": 82}),
+        ({"PORT": "no number"}, "--port=82", {"port": 82}),
+        ({"PORT": "81"}, "--port=7080", {}),
+        ({"MODEL_ID": "a/b"}, "", {"model": "a/b", "served_model_name": "a/b"}),
+        ({"MODEL_ID": "a/b"}, "--model=gs://c", {"model": "gs://c", "served_model_name": "a/b"}),
+        ({"MODEL_ID": "a/b"}, "gs://c --served-model-name=d", {"model": "gs://c", "served_model_name": "d"}),
+        ({"AIP_STORAGE_URI": "gs://c"}, "", {"model": "gs://c"}),
+        ({"AIP_STORAGE_URI": ""}, "", {}),
+        (
+            {"AIP_STORAGE_URI": "gs://c", "MODEL_ID": "a/b"},
+            "",
+            {"model": "gs://c", "served_model_name": "a/b"},
+        ),
+        ({"NUM_SHARD": "8"}, "", {"tensor_parallel_size": 8}),
+        ({"MAX_TOTAL_TOKENS": "99"}, "", {"max_model_len": 99}),
+        ({"HF_TOKEN": "t"}, "", {"hf_token": "t"}),
+        ({"HUGGING_FACE_HUB_TOKEN": "t"}, "", {"hf_token": "t"}),
+        ({"HEX_LLM_CACHE": "c"}, "", {"download_dir": "c"}),
+        ({"HEX_LLM_LOG_LEVEL": "debug"}, "", {"log_level": "DEBUG"}),
+        ({"HEX_LLM_VERBOSE_LOG": "True"}, "", {"verbose_log": True}),
+    ],
+)
+def test_environment(environ: dict[str, str], argv: str, expected: dict[str, Any]) -> None:
+    assert parsed(*argv.split(), **environ) == expected
+
+
+WHOLE = "must be a whole number from 1 to 2^31-1"
+SHARE = "must be a number above 0 and at most 1"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--block_size=7", "--block_size=7: must be one of 8, 16, 32, 2048, 8192"),
+        ("--port=65536", "--port=65536: must be a whole number from 0 to 65535"),
+        ("--host=", "--host=: must be a non-empty string"),
+        *((f"--num_blocks={v}", f"--num_blocks={v}: {WHOLE}") for v in ("0", "-1", "1.5", "true", "", "1_0")),
+        ("--num-blocks -1", f"--num-blocks=-1: {WHOLE}"),
+        ("--max-num-seqs=2147483648", f"--max-num-seqs=2147483648: {WHOLE}"),
+        (f"--num_blocks={'9' * 5000}", f"--num_blocks={'9' * 80}...: {WHOLE}"),
+        *((f"--hbm_utilization_factor={v}",) * 2 for v in ("nan", "inf", "0", "-0.5", "1.1", "90%", "")),
+        ("--hbm_utilization_factor=nan", f"--hbm_utilization_factor=nan: {SHARE}"),
+        ("--warmup=maybe", "--warmup=maybe: must be true or false"),
+        ("--use_ray=maybe", "--use_ray=maybe: must be true or false"),
+        ("--use_ray", "--use_ray: Ray workers are not built yet"),
+        ("--no-async-scheduling", "--no-async-scheduling: overlapped steps are not built yet"),
+        ("--no-warmup=true", "--no-warmup: takes no value"),
+        ("--batch_mode=static", "--batch_mode=static: must be one of continuous"),
+        ("--load_format=pt", "--load_format=pt: must be auto or dummy: only safetensors"),
+        *((f"--disagg_topo={v}", f'--disagg_topo={v}: must be "P,D"') for v in ("3;1", "3", "0,1", "3,1,")),
+        ("--kv_cache_dtype=int3", "--kv_cache_dtype=int3: must be one of auto,"),
+        ("--max_lora_rank=big", f"--max_lora_rank=big: {WHOLE}"),
+        ("--max_model_len", f"--max_model_len: needs a value, {WHOLE.removeprefix('must be ')}"),
+        ("--tokenizer --warmup", "--tokenizer: needs a value"),
+        ("--max_modle_len=8", "--max_modle_len: unknown flag; did you mean --max_model_len?"),
+        ("--max-modle-len 8", "--max-modle-len: unknown flag; did you mean --max_model_len?"),
+        ("--no-wamrup", "--no-wamrup: unknown flag; did you mean --no_warmup?"),
+        ("--no-port", "--no-port: unknown flag; did you mean"),
+        ("--xyzzy", "--xyzzy: unknown flag; --help lists them all"),
+        ("-port=1", "-port: unknown flag; did you mean --port?"),
+        ("a --model=b", "MODEL=a and --model=b contradict each other"),
+        ("a b", "MODEL=a and MODEL=b contradict each other"),
+        ("--max-num-seqs=1 --max_decode_seqs=2", "--max-num-seqs=1 and --max_decode_seqs=2 contradict"),
+        ("--api-key=s3cret --api-key=other", "--api-key=*** and --api-key=*** contradict"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(argv: str, message: str) -> None:
+    assert refusal(*argv.split()).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"PORT": "http"}, "PORT=http: must be a whole number from 0 to 65535"),
+        ({"HEX_LLM_LOG_LEVEL": "loud"}, "HEX_LLM_LOG_LEVEL=loud: must be one of DEBUG, INFO,"),
+        ({"NUM_SHARD": "0"}, f"NUM_SHARD=0: {WHOLE}"),
+        ({"MAX_CONCURRENT_REQUESTS": "128"}, "MAX_CONCURRENT_REQUESTS: queue limits are not built yet"),
+    ],
+)
+def test_a_wrong_environment_names_the_variable(environ: dict[str, str], message: str) -> None:
+    assert refusal(**environ).startswith(message)
+
+
+def test_the_same_value_twice_is_fine() -> None:
+    assert parsed("a", "--model=a", "--max-num-seqs=8", "--max_decode_seqs=8") == {
+        "model": "a",
+        "max_decode_seqs": 8,
+    }
+
+
+TOKENS = st.one_of(
+    st.text(),
+    st.text().map("--{}".format),
+    st.sampled_from([f"--{name}" for name in spellings()]),
+    st.sampled_from(["--a\nb", "--dtype=a\nb", "--seed="]),
+)
+
+
+@given(st.lists(TOKENS))
+def test_any_command_line_parses_or_is_refused_in_one_line(argv: list[str]) -> None:
+    message = ""
+    try:
+        parse(argv, {})
+    except ConfigError as error:
+        message = str(error)
+    assert message.isprintable()
+
+
+@pytest.fixture
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (name for flag in FLAGS for name in flag.env):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_environment")
+def test_keywords_take_every_name() -> None:
+    config = engine_config_from_kwargs(model="a", max_num_seqs=8, enforce_eager=True, num_blocks=None)
+    assert config == EngineConfig(model="a", max_decode_seqs=8, enable_jit=False)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_modle_len": 8}, "--max_modle_len: unknown flag; did you mean --max_model_len?"),
+        ({"port": 80}, "--port: only the server takes it"),
+        ({"block_size": 7}, "--block_size=7: must be one of 8, 16, 32, 2048, 8192"),
+        ({"max_num_seqs": "8"}, f"--max_num_seqs=8: {WHOLE}"),
+        ({"enforce_eager": "yes"}, "--enforce_eager=yes: must be true or false"),
+        ({"enable_lora": True}, "--enable_lora: per-request adapters are not built yet"),
+        ({"max_num_seqs": 8, "max_decode_seqs": 9}, "--max_num_seqs=8 and --max_decode_seqs=9 contradict"),
+    ],
+)
+def test_wrong_keywords(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        engine_config_from_kwargs(**kwargs)
+    assert str(refused.value).startswith(message)
+
+
+def test_keywords_know_the_user_but_not_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HF_TOKEN": "t", "HEX_LLM_CACHE": "c", "MODEL_ID": "a/b", "NUM_SHARD": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert engine_config_from_kwargs() == EngineConfig(hf_token="t", download_dir="c")
+    assert engine_config_from_kwargs(hf_token="u").hf_token == "u"
+
+
+def test_help_lists_everything_about_every_flag() -> None:
+    text = help_text()
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) <= HELP_WIDTH
+    entries = {
+        entry.split()[0]: " ".join(entry.split()) for entry in text.replace("\n  --", "\0--").split("\0")
+    }
+    for flag in FLAGS:
+        (entry,) = (
+            e for head, e in entries.items() if head.rstrip(",").partition("=")[0] == f"--{flag.name}"
+        )
+        default = flag.unset if flag.default is None else str(flag.default)
+        assert f"Default: {default.lower()}." in entry.replace(default, default.lower())
+        assert all(name in entry for name in (*flag.env, *flag.aliases, *flag.deprecated, *flag.switches))
+        assert all(str(choice) in entry for choice in flag.choices)
+        assert ("(not built yet)" in entry) == bool(flag.pending)
+    for group in ("Server", "Model", "Inference engine", "Memory", "LoRA"):
+        assert f"\n{group}:\n" in text
+
+
+def test_readme_has_the_table() -> None:
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("README.md is not written yet")
+    shown = readme.read_text().partition("<!-- flags -->")[2].partition("<!-- /flags -->")[0]
+    assert shown.strip() == markdown_table(), "run `python -m hex_llm.flags` and paste its output"
+
+
+def test_the_table_has_a_row_for_every_flag() -> None:
+    command = [sys.executable, "-m", "hex_llm.flags"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed == markdown_table() + "\n"
+    rows = [line for line in printed.splitlines() if line.startswith("| `--")]
+    assert [row.split("`")[1] for row in rows] == [f"--{flag.name}" for flag in FLAGS]
+    assert {row.count("|") for row in rows} == {6}

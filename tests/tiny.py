@@ -1,0 +1,193 @@
+"""Tiny random Hugging Face models of every family, for judging ours against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+BASE = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA4_VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "image_size": 28,
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A family's architecture with a config of its own; `prompt_len` is long enough to pass a window."""
+
+    name: str
+    architecture: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    prompt_len: int = 24
+    devices: int = 4  # over how many the model can be split
+
+    def config(self) -> transformers.PretrainedConfig:
+        values = {**BASE, **self.changes}
+        if self.architecture == "Llama4ForConditionalGeneration":
+            text = transformers.Llama4TextConfig(**values).to_dict()
+            return transformers.Llama4Config(text_config=text, vision_config=LLAMA4_VISION)
+        kind = self.architecture.removesuffix("ForCausalLM")
+        name = "Llama4TextConfig" if kind == "Llama4" else f"{kind}Config"
+        return getattr(transformers, name)(**values)
+
+    def build(self, seed: int = 0) -> Any:
+        """Weights large enough that greedy search does not repeat one token for ever."""
+        torch.manual_seed(seed)
+        config = self.config()
+        config._attn_implementation = "eager"
+        model = getattr(transformers, self.architecture)(config).float().eval()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "norm" in name:
+                    weight.add_(torch.randn_like(weight) * 0.2)
+                else:  # a loud tied embedding would only ever repeat its input
+                    quiet = "embed_tokens" in name and config.get_text_config().tie_word_embeddings
+                    weight.copy_(torch.randn_like(weight) * (0.02 if quiet else 0.25))
+        return model
+
+    def save(self, folder: Path, seed: int = 0, **options: Any) -> Any:
+        model = self.build(seed)
+        model.save_pretrained(folder, **options)
+        return model
+
+    def prompt(self, seed: int = 0) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, BASE["vocab_size"], (self.prompt_len,), generator=generator).tolist()
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **values}}
+
+
+LLAMA3 = rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+LONGROPE = {
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 48,
+}
+PHI3_LONG = {**rope("longrope", **LONGROPE), "original_max_position_embeddings": 48}
+MQA, MHA = {"num_key_value_heads": 1}, {"num_key_value_heads": 4}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 4,
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+}
+
+FAMILIES = [
+    Tiny("llama2", "LlamaForCausalLM", MHA),
+    Tiny("llama2-gqa-odd-vocab", "LlamaForCausalLM", {"vocab_size": 131, **MQA}),
+    Tiny("llama3", "LlamaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    Tiny("llama3.1", "LlamaForCausalLM", LLAMA3, prompt_len=50),
+    Tiny("llama3.2-tied", "LlamaForCausalLM", {**LLAMA3, "tie_word_embeddings": True, "head_dim": 16}),
+    Tiny("llama-guard-3", "LlamaForCausalLM", {**LLAMA3, **MQA, "num_hidden_layers": 3}),
+    Tiny("codellama", "LlamaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    Tiny("llama-linear", "LlamaForCausalLM", rope("linear", factor=4.0)),
+    Tiny("llama-dynamic-short", "LlamaForCausalLM", rope("dynamic", factor=2.0)),
+    Tiny(
+        "llama-dynamic-long",
+        "LlamaForCausalLM",
+        {**rope("dynamic", factor=2.0), "max_position_embeddings": 40},
+        prompt_len=60,
+    ),
+    Tiny(
+        "llama-dynamic-growing",
+        "LlamaForCausalLM",
+        {**rope("dynamic", factor=4.0), "max_position_embeddings": 40},
+        prompt_len=20,
+    ),
+    Tiny("llama-biases", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    Tiny(
+        "smollm2",
+        "LlamaForCausalLM",
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "tie_word_embeddings": True},
+        devices=3,
+    ),
+    Tiny("gemma-2b", "GemmaForCausalLM", {**MQA, "head_dim": 16, "hidden_act": "gelu"}),
+    Tiny("gemma-7b", "GemmaForCausalLM", {**MHA, "head_dim": 12}),
+    Tiny("codegemma", "GemmaForCausalLM", {"head_dim": 8, "num_hidden_layers": 3}),
+    Tiny(
+        "gemma2-2b", "Gemma2ForCausalLM", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
+    ),
+    Tiny(
+        "gemma2-9b",
+        "Gemma2ForCausalLM",
+        {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 4, "attn_logit_softcapping": 5.0},
+    ),
+    Tiny(
+        "gemma2-27b",
+        "Gemma2ForCausalLM",
+        {
+            **MQA,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 12,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 9,
+        },
+    ),
+    Tiny("mistral-v0.1", "MistralForCausalLM", {"sliding_window": 8}, prompt_len=40),
+    Tiny("mistral-v0.2", "MistralForCausalLM", {"sliding_window": None}),
+    Tiny("mistral-v0.3-head-dim", "MistralForCausalLM", {"sliding_window": None, "head_dim": 16, **MQA}),
+    Tiny("mixtral-8x7b", "MixtralForCausalLM", MOE),
+    Tiny("mixtral-8x22b", "MixtralForCausalLM", {**MOE, **MQA, "num_local_experts": 8, "sliding_window": 12}),
+    Tiny("phi3-mini-4k", "Phi3ForCausalLM", {**MHA, "sliding_window": 10}),
+    Tiny("phi3-mini-128k-short", "Phi3ForCausalLM", {**MHA, **PHI3_LONG}, prompt_len=8),
+    Tiny("phi3-mini-128k-long", "Phi3ForCausalLM", {**MHA, **PHI3_LONG}, prompt_len=60),
+    Tiny("phi3-mini-128k-growing", "Phi3ForCausalLM", {**MHA, **PHI3_LONG}, prompt_len=30),
+    Tiny("phi3-medium-4k", "Phi3ForCausalLM", {"sliding_window": 300}),
+    Tiny("phi3-medium-128k", "Phi3ForCausalLM", {**PHI3_LONG, **MQA}, prompt_len=45),
+    Tiny("phi4", "Phi3ForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0}}),
+    Tiny("phi4-reasoning", "Phi3ForCausalLM", {**MQA, "rope_theta": 5e5, "num_hidden_layers": 3}),
+    Tiny("phi3-partial-rotary", "Phi3ForCausalLM", rope("default", partial_rotary_factor=0.5)),
+    Tiny("qwen2-tied", "Qwen2ForCausalLM", {"tie_word_embeddings": True, "rope_theta": 1e6}),
+    Tiny("qwen2-untied", "Qwen2ForCausalLM", {**MQA, "head_dim": 16}),
+    Tiny(
+        "qwen2-window",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    Tiny("qwen2.5-window-off", "Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 8}),
+    Tiny(
+        "qwen2.5-yarn",
+        "Qwen2ForCausalLM",
+        rope("yarn", factor=4.0, original_max_position_embeddings=32),
+        prompt_len=50,
+    ),
+    Tiny("llama4-scout", "Llama4ForCausalLM", LLAMA4, prompt_len=40),
+    Tiny("llama4-scout-vision", "Llama4ForConditionalGeneration", LLAMA4),
+    Tiny(
+        "llama4-dense-between",
+        "Llama4ForCausalLM",
+        {**LLAMA4, **MQA, "interleave_moe_layer_step": 2, "use_qk_norm": False, **LLAMA3},
+    ),
+]

@@ -1,0 +1,139 @@
+"""Tiny GGUF files, written from Hugging Face models the way llama.cpp's converter does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Q
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+WRITERS = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
+K_QUANTS = (Q.Q4_K, Q.Q5_K, Q.Q6_K)
+
+
+def write(path: Path, arch: str, keys: dict[str, Any], tensors: dict[str, tuple[np.ndarray, Q]]) -> Path:
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in keys.items():
+        getattr(writer, WRITERS[type(value)])(key, value)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, encode(data, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def encode(data: np.ndarray, kind: Q) -> np.ndarray:
+    """The package cannot quantize to the K formats: for these, random blocks with sane scales."""
+    if kind not in K_QUANTS:
+        return gguf.quants.quantize(np.ascontiguousarray(data, np.float32), kind)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(data.size).integers(0, 256, (data.size // block, size), np.uint8)
+    scales = np.full((len(blocks), 2), 0.01, np.float16).view(np.uint8)
+    if kind == Q.Q6_K:
+        blocks[:, -2:] = scales[:, :2]
+    else:
+        blocks[:, :4] = scales
+    return blocks.reshape(*data.shape[:-1], -1)
+
+
+def random_model(architecture: str, **changes: Any) -> Any:
+    values = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")(**values)
+    model = getattr(transformers, architecture)(config).float().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.1)
+    return model
+
+
+def convert(
+    model: Any, path: Path, *, kind: Q = Q.F32, keys: dict[str, Any] | None = None, extra: Any = ()
+) -> Path:
+    """What llama.cpp makes of `model`; vectors stay F32. `keys` come on top, or take away with None."""
+    arch = {"mixtral": "llama", "mistral": "llama"}.get(model.config.model_type, model.config.model_type)
+    all_keys = {**standard_keys(arch, model.config), **(keys or {})}
+    tensors = {}
+    for name, data in tensors_of(arch, model).items():
+        tensors[name] = (data, kind if data.ndim > 1 else Q.F32)
+    tensors |= {name: (np.asarray(data, np.float32), Q.F32) for name, data in dict(extra).items()}
+    return write(path, arch, {key: value for key, value in all_keys.items() if value is not None}, tensors)
+
+
+def standard_keys(arch: str, config: Any) -> dict[str, Any]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = [f"t{i}" for i in range(config.vocab_size)]
+    keys = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": head_dim if arch.startswith("gemma") else None,
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "expert_count": getattr(config, "num_local_experts", None),
+        "expert_used_count": getattr(config, "num_experts_per_tok", None),
+    }
+    return {f"{arch}.{key}": value for key, value in keys.items()} | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+
+
+def tensors_of(arch: str, model: Any) -> dict[str, np.ndarray]:
+    config = model.config
+    names = gguf.get_tensor_name_map(
+        next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers
+    )
+    found = {}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        data, (stem, _, suffix) = weight.numpy(), name.rpartition(".")
+        if ".mlp.experts." in name:  # transformers 5 keeps gate and up together
+            layer = name.split(".")[2]
+            halves = (
+                {"up": data}
+                if suffix == "down_proj"
+                else dict(zip("gu", np.split(data, 2, axis=1), strict=True))
+            )
+            for short, half in halves.items():
+                part = "down" if suffix == "down_proj" else {"g": "gate", "u": "up"}[short]
+                found[f"blk.{layer}.ffn_{part}_exps.weight"] = half
+            continue
+        stem = stem.replace(".mlp.gate", ".block_sparse_moe.gate") if stem.endswith("mlp.gate") else stem
+        if arch == "llama" and stem.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+            data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+        if arch.startswith("gemma") and stem.endswith("norm"):
+            data = data + 1
+        found[f"{names.get_name(stem)}.{suffix}"] = data
+    return found
