@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+SHUTTING_DOWN = "the server is shutting down"
 DRAIN_S = 20  # what running requests get after a signal
 STOP_S = 2  # what the engine's present step gets after that
 
@@ -41,11 +42,10 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     engine = EngineThread(partial(load, engine_config), name)
     try:
         asyncio.run(run(engine, server_config, listener))
-    except HexError:
-        log.debug("the server failed", exc_info=True)
-        raise
     except Exception as error:
         log.debug("the server failed", exc_info=True)
+        if isinstance(error, HexError):
+            raise
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"the server failed: {type(error).__name__}: {reason}") from error
     if not engine.stop(STOP_S):
@@ -57,7 +57,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
 
 def configure_logging(config: ServerConfig) -> None:
     """Our own messages at the wished level; of others' only warnings: they may write addresses with keys."""
-    level = logging.getLevelNamesMapping()[config.log_level]
+    level = logging.getLevelNamesMapping()[config.log_level] or 1  # 0, NOTSET, would be the parent's level
     logging.basicConfig(
         level=max(level, logging.WARNING), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -72,8 +72,10 @@ def bind(host: str, port: int) -> socket.socket:
         # "localhost" is both; who means IPv4 by it is not to be refused.
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         return socket.create_server(address[:2], family=family, backlog=2048)
-    except (OSError, UnicodeError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or "not an address"
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"--host={host}: no such address") from error
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
         raise ConfigError(f"--host={host} --port={port}: cannot listen there: {reason}") from error
 
 
@@ -126,13 +128,14 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn's, but the signal is not raised again at the end, so that the exit code is 0."""
-        self.force_exit = self.should_exit
+        """Unlike uvicorn's, it does not raise the signal again at the end: the exit code is 0."""
+        if self.should_exit:
+            asyncio.get_running_loop().call_soon_threadsafe(self.engine.fail, SHUTTING_DOWN)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Requests that are still running after DRAIN_S get an answer that says so."""
-        late = asyncio.get_running_loop().call_later(DRAIN_S, self.engine.fail, "the server is shutting down")
+        late = asyncio.get_running_loop().call_later(DRAIN_S, self.engine.fail, SHUTTING_DOWN)
         await super().shutdown(sockets)
         late.cancel()
 

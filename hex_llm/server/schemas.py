@@ -21,6 +21,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.types import SamplingParams
@@ -94,8 +95,8 @@ def _told(message: str) -> WrapValidator:
 
 
 # A Vertex client's numbers come out of protobuf, where all of them are doubles: 50 is sent as 50.0.
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[Whole, Field(ge=1, le=MAX_INT)]
+WHOLE = BeforeValidator(_whole)
+Count = Annotated[int, Field(ge=1, le=MAX_INT), WHOLE]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_all_whole)]
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
@@ -109,14 +110,22 @@ Prompts = Annotated[
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # forbid: for the schema
 
     @model_validator(mode="before")
     @classmethod
     def _without_inert(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if not cls._is_inert(name, value)}
+        kept = {}
+        for name, value in values.items():
+            if cls._is_inert(name, value):
+                continue
+            if name not in cls.model_fields:  # pydantic would go on and make a million errors of as many
+                about = {"field": shown(name), "reason": not_built(name)}
+                raise PydanticCustomError("not_built", "{reason}", about)
+            kept[name] = value
+        return kept
 
     @classmethod
     def _is_inert(cls, name: str, value: Any) -> bool:
@@ -133,12 +142,12 @@ def _types(value: Any) -> tuple[type, ...]:
 class Sampling(Body):
     model: str = ""  # there is only one, whatever it is called
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    top_k: Annotated[Whole, Field(ge=-1, le=1)] = -1  # more are not built yet
+    top_k: Annotated[int, Field(ge=-1, le=1), WHOLE] = -1  # more are not built yet
     max_tokens: Count | None = 16
     stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] = 0  # greedy search draws no random numbers
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] = 0  # greedy search draws no random numbers
     user: str = ""
 
     def params(self) -> SamplingParams:
@@ -168,7 +177,8 @@ class TextPart(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        str | list[TextPart], _told('must be a text or a list of {"type": "text", "text": ...}')
+        str | Annotated[list[TextPart], Field(fail_fast=True)],
+        _told('must be a text or a list of {"type": "text", "text": ...}'),
     ]
 
     def plain(self) -> dict[str, str]:
@@ -211,11 +221,11 @@ def parse(kind: type[Kind], values: Any, where: str = "") -> Kind:
 
 def invalid(errors: Sequence[Any]) -> InvalidRequest:
     """The first of pydantic's errors as ours; `loc` is the path to the field."""
-    path = [shown(str(step)) for step in errors[0]["loc"]]
-    message = errors[0]["msg"].removeprefix("Value error, ")
-    if errors[0]["type"] == "extra_forbidden":
-        message = not_built(errors[0]["loc"][-1])
-    return InvalidRequest(f"{'.'.join(path)}: {message}" if path else message, path[0] if path else None)
+    first = errors[0]
+    steps = (*first["loc"], first["ctx"]["field"]) if first["type"] == "not_built" else first["loc"]
+    path = [shown(str(step)) for step in steps]
+    message = ": ".join(filter(None, (".".join(path), first["msg"].removeprefix("Value error, "))))
+    return InvalidRequest(message, path[0] if path else None)
 
 
 def not_built(name: str) -> str:

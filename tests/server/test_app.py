@@ -294,7 +294,7 @@ def test_several_chats_through_generate(backend: FakeBackend) -> None:
         ({"prompt": "a", "max_tokens": 1, "parameters": {"maxOutputTokens": 1}}, "max_tokens", "twice"),
         ({"instances": [{"prompt": "a", "topP": 0.8}]}, "top_p", "top_p"),
         ({"instances": [{"prompt": "a", "dynamic-lora": "gs://b"}]}, "dynamic-lora", "dynamic-lora"),
-        ({"inputs": "a"}, "prompt", "prompt"),
+        ({"inputs": "a"}, "inputs", "not built yet"),
         ({"prompt": ["a"]}, "prompt", "prompt"),
         ({"prompt": "a", "@requestFormat": "x"}, "@requestFormat", "chatCompletions"),
         ({"prompt": "a", "@requestFormat": ["x"]}, "@requestFormat", "chatCompletions"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hex_llm.errors import SourceError
-from hex_llm.weights import source
+from hex_llm.weights import bucket as bucket_module
 from hex_llm.weights.source import fetch, private_folder
 from tests.weights.conftest import Bucket, Child, assert_one_line
 from tests.weights.hub_server import Fault, Hub
@@ -106,7 +106,7 @@ def test_a_folder_without_weights_serves_where_none_are_wanted(
 def test_what_is_no_path_is_refused_without_asking_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    monkeypatch.setattr(source, "_from_hub", None)
+    monkeypatch.setattr("hex_llm.weights.source.fetch_from_hub", None)
     with pytest.raises(SourceError) as refused:
         fetch(model, cache_dir=tmp_path)
     assert_one_line(str(refused.value), "")
@@ -422,7 +422,7 @@ def test_a_slow_bucket_is_waited_for_but_not_a_silent_one(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.put(in_folder(MODEL))
-    monkeypatch.setattr(source, "BUCKET_SILENCE_S", 1.0)
+    monkeypatch.setattr(bucket_module, "SILENCE_S", 1.0)
     bucket.proxy.faults = [Fault("safetensors[?]", pause=0.12)]
     assert contents(fetch("gs://b/m", cache_dir=tmp_path / "cache")) == MODEL
     bucket.proxy.faults = [Fault("/b/b/o[?]", stall=-1)]
@@ -443,7 +443,7 @@ def test_damaged_bytes_are_refused(bucket: Bucket, tmp_path: Path, monkeypatch: 
 def test_large_objects_come_in_pieces(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "PIECE", 30_000)
+    monkeypatch.setattr(bucket_module, "PIECE", 30_000)
     bucket.put(in_folder(MODEL))
     assert contents(fetch("gs://b/m", cache_dir=tmp_path / "cache")) == MODEL
     assert len(bucket.proxy.asked("download.*model.safetensors[?]")) == 3

@@ -1,0 +1,85 @@
+"""Which of a model's files are wanted, whatever place they come from, and what a disk's refusal means."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hex_llm.errors import SourceError
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CLOSED_DISK = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Which files of a model are wanted: those like `files`, if one is like `proof`; else the only GGUF."""
+
+    files: tuple[str, ...]
+    proof: tuple[str, ...]
+
+
+TEXT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
+MODEL = Wish((*TEXT, "*.safetensors"), ("*.safetensors",))
+TOKENIZER = Wish(TEXT, ("tokenizer.json", "tokenizer.model", "vocab.json"))
+CONFIG = Wish(("config.json", "generation_config.json"), ("config.json",))
+
+
+def choose(names: Iterable[str], wish: Wish, origin: str, joint: str) -> list[str]:
+    """The wanted ones of `names`. Only the top folder counts: the others hold copies in other formats."""
+    names = sorted(names)
+    for name in names:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise SourceError(
+                f"{origin} holds {name!r}, a name that leads out of its folder; do not trust it"
+            )
+    top = [name for name in names if "/" not in name]
+    if not like(top, *wish.proof):
+        return [_single_gguf(top, wish, origin, joint)]
+    chosen = like(top, *wish.files)
+    copies = like(chosen, "consolidated*.safetensors") if like(chosen, "model*.safetensors") else []
+    return [name for name in chosen if name not in copies]
+
+
+def _single_gguf(names: list[str], wish: Wish, origin: str, joint: str) -> str:
+    found = like(names, "*.gguf")
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SourceError(f"{origin} holds several GGUF files; name one: {some(found, origin + joint)}")
+    if pickles := like(names, *PICKLES):
+        raise SourceError(
+            f"{origin} holds only PyTorch files ({some(pickles)}), which can run code when they are read; "
+            "convert them to safetensors"
+        )
+    raise SourceError(
+        f"{origin} holds no {' or '.join(wish.proof)} and no GGUF file; check that it is a model"
+    )
+
+
+def like(names: Iterable[str], *patterns: str) -> list[str]:
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def some(names: list[str], prefix: str = "") -> str:
+    return ", ".join(prefix + name for name in names[:20]) + (", …" if len(names) > 20 else "")
+
+
+def folder_or_gguf(paths: list[Path]) -> Path:
+    return paths[0] if paths[0].suffix == ".gguf" else paths[0].parent
+
+
+def is_disk_error(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (*FULL_DISK, *CLOSED_DISK)
+
+
+def disk_problem(error: OSError) -> str:
+    if error.errno in FULL_DISK:
+        return "the disk is full; make room, or set another --download_dir (HF_HOME for the hub's cache)"
+    return (
+        f"{error.strerror or type(error).__name__}; check the permissions of its folder and of --download_dir"
+    )

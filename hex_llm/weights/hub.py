@@ -1,0 +1,133 @@
+"""Models of the Hugging Face hub, by its own library and in its own cache, but with less patience."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, is_offline_mode, set_client_factory
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import logging as hub_logging
+from huggingface_hub.utils._http import default_client_factory
+
+from hex_llm.errors import SourceError
+from hex_llm.weights.files import Wish, choose, folder_or_gguf, is_disk_error, like, some
+
+if TYPE_CHECKING:
+    import httpx2
+
+SILENCE_S = 2.0  # a connection that brings no byte for so long is given up; the library adds its pauses
+TRIES = 2
+
+
+def fetch_from_hub(repo: str, file: str | None, revision: str | None, token: str | None, wish: Wish) -> Path:
+    """All files are of one commit, looked up once; those already in the hub's cache are not asked for."""
+    if revision is not None and (
+        ".." in revision or revision.startswith("/")
+    ):  # it becomes a path in the cache
+        raise SourceError(f"{revision!r} is no branch, tag or commit; check --revision")
+    hub = HfApi(token=token or None, library_name="hex_llm")
+    with _bounded_hub(repo, revision):
+        commit = hub.resolve_revision(repo, revision=revision).resolved
+        hub.snapshot_download(repo, revision=commit, allow_patterns="config.json")  # keeps the listing too
+        names = [entry.path for entry in get_cached_repo_tree(repo, revision=commit)]
+        if file and file not in names:
+            raise SourceError(
+                f"{repo} has no file {file!r}; it has {some(like(names, '*.gguf')) or 'no GGUF'}"
+            )
+        chosen = [file] if file else choose(names, wish, repo, ":")
+        return folder_or_gguf([Path(hub.hf_hub_download(repo, name, revision=commit)) for name in chosen])
+
+
+@contextmanager
+def _bounded_hub(repo: str, revision: str | None) -> Iterator[None]:
+    """Inside, the hub library gives up in seconds, logs nothing, and raises SourceError or a disk's error."""
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)
+    set_client_factory(_Patience(repo, revision).client)
+    try:
+        yield
+    except SourceError:
+        raise
+    except Exception as error:
+        if is_disk_error(error):
+            raise
+        raise SourceError(_hub_problem(error, repo, revision)) from error
+    finally:
+        set_client_factory(default_client_factory)
+        hub_logging.set_verbosity(verbosity)
+
+
+class _Patience:
+    """Watches the hub library's requests: left to itself it retries for minutes.
+
+    The same bytes are asked for `TRIES` times at most; a range that starts later is progress and counts anew.
+    """
+
+    def __init__(self, repo: str, revision: str | None) -> None:
+        self.repo = repo
+        self.revision = revision
+        self.num_sent: Counter[tuple[str, str, str | None]] = Counter()
+        chosen = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        self.silence_s = SILENCE_S if chosen == constants.DEFAULT_DOWNLOAD_TIMEOUT else chosen
+
+    def client(self) -> httpx2.Client:
+        client = default_client_factory()
+        hooks = client.event_hooks
+        client.event_hooks = {"request": [*hooks["request"], self.sending], "response": [self.answered]}
+        return client
+
+    def sending(self, request: httpx2.Request) -> None:
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), self.silence_s)
+        self.num_sent[_asked(request)] += 1
+        if self.num_sent[_asked(request)] > TRIES:
+            raise SourceError(
+                f"the hub stopped half way through {self.repo}; check the network and try again: complete "
+                f"files are kept (HF_HUB_DOWNLOAD_TIMEOUT allows for silences longer than {self.silence_s} s)"
+            )
+
+    def answered(self, response: httpx2.Response) -> None:
+        """Ends the library's retries: at once if it asks too often, after one more if the server fails."""
+        status = response.status_code
+        if status == 429 or (status >= 500 and self.num_sent[_asked(response.request)] >= TRIES):
+            raise SourceError(_hub_refusal(status, None, self.repo, self.revision))
+
+
+def _asked(request: httpx2.Request) -> tuple[str, str, str | None]:
+    return request.method, str(request.url), request.headers.get("range")
+
+
+def _hub_problem(error: Exception, repo: str, revision: str | None) -> str:
+    for cause in (error, error.__cause__):
+        if isinstance(cause, HfHubHTTPError):
+            code = cause.response.headers.get("x-error-code")
+            return _hub_refusal(cause.response.status_code, code, repo, revision)
+    if isinstance(error, HFValidationError):
+        return f"{repo!r} is no name of the hub; give org/name"
+    if is_offline_mode():
+        return (
+            f"{repo} is not complete in the hub's cache and HF_HUB_OFFLINE is set; unset it once to fetch it"
+        )
+    return (
+        f"{repo} cannot be had from the hub ({type(error.__cause__ or error).__name__}); check the network "
+        "and HF_ENDPOINT and try again, or give a local folder"
+    )
+
+
+def _hub_refusal(status: int, code: str | None, repo: str, revision: str | None) -> str:
+    if code == "RevisionNotFound":
+        return f"the hub has no revision {revision!r} of {repo}; check --revision"
+    if status == 404:
+        return f"the hub has no model {repo!r}, and there is no such folder here; check the spelling"
+    if status in (401, 403):
+        return (
+            f"the hub refuses {repo} ({status}): it is private, gated or not there; check the spelling, "
+            "accept its licence on the hub, and give a token with --hf_token or HF_TOKEN"
+        )
+    if status == 429:
+        return f"the hub limits your requests (429); try {repo} again later, or give a token with --hf_token"
+    return f"the hub answers {status} for {repo}; try again later"

@@ -1,0 +1,69 @@
+"""The embedded default, from the GGUF file: the tokens of transformers from the same file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hex_llm import LLM, SamplingParams
+from hex_llm.config import EngineConfig
+from hex_llm.weights.source import fetch
+from tests.engine.prompts import PROMPTS
+
+NUM_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_model_len=512, num_blocks=512, max_decode_seqs=32)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Any]:
+    path = fetch(None, cache_dir=EngineConfig().cache_dir)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    yield model.eval()
+
+
+def generate(llm: LLM) -> list[tuple[list[int], list[int]]]:
+    """Prompt and output ids of the 32 prompts, all at once."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [(out.prompt_token_ids, out.outputs[0].token_ids) for out in outputs]
+
+
+def test_capital_of_france(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    [out] = llm.chat(messages, SamplingParams(max_tokens=32), use_tqdm=False)
+    assert out.outputs[0].text == "The capital of France is Paris."
+    assert out.outputs[0].finish_reason == "stop"
+
+
+def test_every_token_is_the_judges_choice(llm: LLM, judge: Any) -> None:
+    """Each of our tokens is transformers' likeliest after all that precede it, so its greedy search is ours."""
+    for prompt, output in generate(llm):
+        assert len(output) == NUM_TOKENS
+        with torch.no_grad():
+            logits = judge(torch.tensor([prompt + output])).logits[0]
+        choices = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert output == choices
+
+
+@pytest.mark.slow
+def test_generate_gives_the_same_tokens(llm: LLM, judge: Any) -> None:
+    for prompt, output in generate(llm):
+        ids = torch.tensor([prompt])
+        theirs = judge.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert output == theirs[0, len(prompt) :].tolist()
