@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 ARGS ?=
+# What a laptop needs: the shapes that these allow compile in under a minute.
+SERVE_FLAGS ?= --max_decode_seqs=8 --max_model_len=2048
 
 .PHONY: install serve test check test-all bench bench-load format clean
 
@@ -14,7 +16,7 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 serve: $(INSTALLED)  ## fetch the embedded default model and serve it; ARGS="--port=8000 …" adds flags
-	$(BIN)/hex-llm serve $(ARGS)
+	$(BIN)/hex-llm serve $(SERVE_FLAGS) $(ARGS)
 
 check: $(INSTALLED)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
@@ -27,6 +29,12 @@ test: check  ## the checks and every fast test
 
 test-all: check  ## also the slow tests and, where there is one, those for the accelerator
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: bench-load  ## how fast we are beside Hugging Face transformers, in one run on this machine
+	$(BIN)/python tools/bench_offline.py $(ARGS)
+
+bench-load: $(INSTALLED)  ## peak host memory of loading a sharded 2 GB checkpoint on 1 and on 4 devices
+	$(BIN)/python tools/load_memory.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -17,9 +17,7 @@ from hex_llm.types import StepPlan
 
 Ints = npt.NDArray[np.int32]
 
-# Smaller steps cost as much as these, so they share a shape with them.
-MIN_PREFILL_TOKENS = 16
-MIN_BLOCKS = 8
+MIN_PREFILL_TOKENS = 16  # fewer cost as much, so they share this shape
 
 
 class StepShape(NamedTuple):
@@ -92,8 +90,8 @@ class Paddings:
         return StepShape(0, seqs, tokens, self._width(self._blocks(tokens)))
 
     def _width(self, num_blocks: int) -> int:
-        width = padded(max(num_blocks, MIN_BLOCKS), self.config.decode_blocks_padding)
-        return min(width, self._blocks(self.max_len))
+        """Attention follows the tokens that are there, so a wide table costs only its own transfer."""
+        return min(_up(num_blocks, self.config.decode_blocks_padding), self._blocks(self.max_len))
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
@@ -101,9 +99,11 @@ class Paddings:
 
 def padded(n: int, multiple: int) -> int:
     """The next multiple; below one multiple the next power of two."""
-    if n >= multiple:
-        return -(-n // multiple) * multiple
-    return min(1 << (n - 1).bit_length(), multiple)
+    return _up(n, multiple) if n >= multiple else min(1 << (n - 1).bit_length(), multiple)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def pack(plan: StepPlan, shape: StepShape, block_size: int) -> Ints:

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from hex_llm.config import EngineConfig
 from hex_llm.engine.batch import Paddings
@@ -36,8 +35,8 @@ class Engine:
         spec = model_spec(
             files.config, max_model_len=config.max_model_len, sliding_window=config.sliding_window
         )
-        mesh = make_mesh(config.tensor_parallel_size)
         _check_hosts(config)
+        mesh = make_mesh(config.tensor_parallel_size)
         self.spec = spec.split_over(mesh.size)
         devices = list(mesh.devices.flat)
         dtype = resolve_dtype(config.dtype, spec.dtype, devices[0].platform)
@@ -81,11 +80,9 @@ class Engine:
                 self.scheduler.finish(sequence)
         return sequences
 
-
     def warm_up(self, progress: bool = False) -> None:
         """Compiles every shape that a step can have."""
-        for shape in tqdm(self.runner.paddings.all_shapes(), "Compiling", disable=not progress, unit="shape"):
-            self.runner.warm_up(shape)
+        self.runner.warm_up(progress)
 
 
 def check_prompt(prompt_ids: ListLike[int], spec: ModelSpec) -> None:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
+from hex_llm.engine.runner import keep_compiled
 from hex_llm.errors import ConfigError, InvalidRequest
 from hex_llm.flags import engine_config_from_kwargs
 from hex_llm.scheduling.sequence import Sequence
@@ -38,7 +39,10 @@ class LLM:
             config_only=self.config.load_format == "dummy",
         )
         self.tokenizer = None if self.config.skip_tokenizer_init else _fetch_tokenizer(self.config, path)
+        keep_compiled(self.config.cache_dir)
         self.engine = Engine(self.config, files, progress=True)
+        if self.config.warmup:
+            self.engine.warm_up(progress=True)
 
     def generate(
         self,

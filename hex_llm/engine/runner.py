@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
 
-from hex_llm.engine.batch import Paddings, StepShape, pack, unpack
+from hex_llm.engine.batch import Ints, Paddings, StepShape, pack, unpack
 from hex_llm.kernels import reference
 from hex_llm.kernels.attention import PagedAttention
 from hex_llm.models import decoder
@@ -20,8 +24,10 @@ from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, TP
 from hex_llm.types import StepPlan
+from hex_llm.weights.source import private_folder
 
 Pages = list[jax.Array]
+Step = Callable[[Weights, Pages, Ints], tuple[jax.Array, Pages]]
 
 
 class Runner:
@@ -42,28 +48,39 @@ class Runner:
         self.block_size = paddings.config.block_size
         self.pages = allocate_pages(spec, mesh, num_blocks, self.block_size, dtype)
         self.enable_jit = enable_jit
-        step = partial(_step, spec=spec, attend=split_by_head(reference.paged_attention, mesh))
-        self._step: Callable[..., tuple[jax.Array, Pages]] = jax.jit(
-            step, static_argnames=("shape",), donate_argnames=("pages",)
-        )
+        self._plain_step = partial(_step, spec=spec, attend=split_by_head(reference.paged_attention, mesh))
+        self._step = jax.jit(self._plain_step, static_argnames=("shape",), donate_argnames=("pages",))
+        self._compiled: dict[StepShape, Step] = {}
 
     def run(self, plan: StepPlan) -> list[int]:
         """One step; the token chosen for each row of the plan, in order."""
         shape = self.paddings.shape(plan)
-        packed = pack(plan, shape, self.block_size)
-        ids = np.asarray(self._run(packed, shape))
-        num_prefills = len(plan.prefills)
-        rows = [*ids[: len(plan.decodes)], *ids[shape.num_decodes : shape.num_decodes + num_prefills]]
-        return [int(token_id) for token_id in rows]
+        step = self._compiled.get(shape) or self._prepare(shape)
+        ids, self.pages = step(self.weights, self.pages, pack(plan, shape, self.block_size))
+        chosen = np.asarray(ids).tolist()
+        prefilled = chosen[shape.num_decodes :][: len(plan.prefills)]
+        return chosen[: len(plan.decodes)] + prefilled
 
-    def warm_up(self, shape: StepShape) -> None:
-        """Compiles a shape by running a step of padding only."""
-        jax.block_until_ready(self._run(np.zeros(shape.packed_size, np.int32), shape))
+    def warm_up(self, progress: bool = False) -> None:
+        """Compiles every shape that a step can have."""
+        shapes = self.paddings.all_shapes()
+        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+            list(tqdm(compilers.map(self._prepare, shapes), "Compiling", len(shapes), disable=not progress))
 
-    def _run(self, packed: np.ndarray[tuple[int], np.dtype[np.int32]], shape: StepShape) -> jax.Array:
-        with jax.disable_jit(not self.enable_jit):
-            ids, self.pages = self._step(self.weights, self.pages, packed, shape=shape)
-        return ids
+    def _prepare(self, shape: StepShape) -> Step:
+        self._compiled[shape] = step = self._compile(shape) if self.enable_jit else self._op_by_op(shape)
+        return step
+
+    def _compile(self, shape: StepShape) -> Step:
+        packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32)
+        return self._step.lower(self.weights, self.pages, packed, shape=shape).compile()
+
+    def _op_by_op(self, shape: StepShape) -> Step:
+        def step(weights: Weights, pages: Pages, packed: Ints) -> tuple[jax.Array, Pages]:
+            with jax.disable_jit():
+                return self._plain_step(weights, pages, jnp.asarray(packed), shape=shape)
+
+        return step
 
 
 def _step(
@@ -75,12 +92,18 @@ def _step(
     spec: ModelSpec,
     attend: PagedAttention,
 ) -> tuple[jax.Array, Pages]:
-    inputs = unpack(jnp.asarray(packed), shape)
+    inputs = unpack(packed, shape)
     hidden, pages = decoder.forward(
         spec, weights, inputs.token_ids, inputs.spans, pages, inputs.batch, attend
     )
     scores = decoder.logits(spec, weights, hidden[inputs.last_tokens])
     return jnp.argmax(scores, axis=-1).astype(jnp.int32), pages
+
+
+def keep_compiled(cache_dir: Path) -> None:
+    """Keeps what took long to compile for the next start, unless the user has set a place for it."""
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(private_folder(cache_dir / "compiled")))
 
 
 def allocate_pages(

@@ -1,13 +1,25 @@
-"""paged_attention in plain XLA: the implementation for CPUs, and the oracle for every kernel."""
+"""paged_attention in plain XLA: the implementation for CPUs, and the oracle for every kernel.
+
+Keys are visited in stretches of fixed positions with a running softmax, as far as the longest sequence
+reaches. So the work follows the tokens that are there, not the width of the block tables, and a row's
+result does not depend on its neighbours: a stretch that it does not see adds exactly nothing.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from hex_llm.kernels.attention import Batch, Mask
 
-QUERY_BLOCK = 128  # prefill rows scored at a time: bounds the score matrix to [K, G, 128, C]
+STRETCH = 256  # keys of each sequence scored at a time
+QUERY_BLOCK = 128  # prefill rows scored at a time
+HIDDEN = -1e30  # a score that is not seen; finite, so that rows without any key yet stay numbers
+
+# (weights' running maximum, their running sum, the running sum of weighted values)
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def paged_attention(
@@ -23,27 +35,17 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See kernels.attention.PagedAttention."""
     pages = write_kv(k, v, pages, batch.slots)
+    q = q * scale
     num_decode = len(batch.decode_tables)
+    positions, sequences = batch.positions, batch.sequences - num_decode
     parts = []
     if num_decode:
         parts.append(
-            _decode(
-                q[:num_decode],
-                pages,
-                batch.decode_tables,
-                batch.positions[:num_decode],
-                mask,
-                scale,
-                softcap,
-            )
+            _decode(q[:num_decode], positions[:num_decode], pages, batch.decode_tables, mask, softcap)
         )
     if len(batch.prefill_tables):
-        rows = (
-            q[num_decode:],
-            batch.positions[num_decode:],
-            batch.sequences[num_decode:] - num_decode,
-        )
-        parts.append(_prefill(*rows, pages, batch.prefill_tables, mask, scale, softcap))
+        rows = (q[num_decode:], positions[num_decode:], sequences[num_decode:])
+        parts.append(_prefill(rows, pages, batch.prefill_tables, mask, softcap))
     return jnp.concatenate(parts), pages
 
 
@@ -55,11 +57,75 @@ def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> 
     return pages.at[slots // block_size, slots % block_size].set(kv)
 
 
-def _gather(pages: jax.Array, tables: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """K and V of whole sequences: [S, C, K, H] each."""
-    kv = pages[tables]  # [S, B, block, K, 2, H]
-    kv = kv.reshape(kv.shape[0], -1, *kv.shape[3:])
-    return kv[..., 0, :], kv[..., 1, :]
+def _decode(
+    q: jax.Array,
+    positions: jax.Array,
+    pages: jax.Array,
+    tables: jax.Array,
+    mask: Mask,
+    softcap: float | None,
+) -> jax.Array:
+    """q [S, K, G, H], one row for each sequence."""
+    stretch, length = _stretches(pages, tables)
+
+    def add(i: jax.Array, running: Softmax) -> Softmax:
+        keys, values = stretch(i)  # [S, C, K, H]
+        scores = jnp.einsum("skgh,sckh->skgc", q, keys, preferred_element_type=jnp.float32)
+        visible = _visible(positions[:, None], i * length + jnp.arange(length), mask)
+        weighted = lambda weights: jnp.einsum("skgc,sckh->skgh", weights, values)  # noqa: E731
+        return _accumulate(running, _capped(scores, softcap), visible[:, None, None], weighted)
+
+    return _finish(jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q)), q)
+
+
+def _prefill(
+    rows: tuple[jax.Array, jax.Array, jax.Array],
+    pages: jax.Array,
+    tables: jax.Array,
+    mask: Mask,
+    softcap: float | None,
+) -> jax.Array:
+    """rows: q [T, K, G, H], positions [T], sequences [T]; each is scored on all and sees its own."""
+    stretch, length = _stretches(pages, tables)
+    owners = jnp.repeat(jnp.arange(len(tables)), length)
+
+    def attend(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, positions, sequences = rows
+        q = q.transpose(1, 2, 0, 3)  # [K, G, T, H]
+
+        def add(i: jax.Array, running: Softmax) -> Softmax:
+            keys, values = (x.reshape(-1, *x.shape[2:]) for x in stretch(i))  # [S*C, K, H]
+            scores = jnp.einsum("kgth,ckh->kgtc", q, keys, preferred_element_type=jnp.float32)
+            places = jnp.tile(i * length + jnp.arange(length), len(tables))
+            visible = _visible(positions[:, None], places, mask) & (sequences[:, None] == owners)
+            weighted = lambda weights: jnp.einsum("kgtc,ckh->kgth", weights, values)  # noqa: E731
+            return _accumulate(running, _capped(scores, softcap), visible, weighted)
+
+        running = jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q))
+        return _finish(running, q).transpose(2, 0, 1, 3)
+
+    q = rows[0]
+    if len(q) <= QUERY_BLOCK or len(q) % QUERY_BLOCK:
+        return attend(rows)
+    blocks = jax.tree.map(lambda x: x.reshape(-1, QUERY_BLOCK, *x.shape[1:]), rows)
+    return jax.lax.map(attend, blocks).reshape(q.shape)
+
+
+def _stretches(
+    pages: jax.Array, tables: jax.Array
+) -> tuple[Callable[[jax.Array], tuple[jax.Array, jax.Array]], int]:
+    """A function that gives the i-th stretch of every sequence, K and V [S, C, K, H], and its length C."""
+    num_seqs, num_blocks = tables.shape
+    per_stretch = min(max(STRETCH // pages.shape[1], 1), num_blocks)
+    tables = jnp.pad(tables, ((0, 0), (0, -num_blocks % per_stretch)))
+    length = per_stretch * pages.shape[1]
+
+    def stretch(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        blocks = jax.lax.dynamic_slice_in_dim(tables, i * per_stretch, per_stretch, axis=1)
+        kv = pages[blocks].reshape(num_seqs, length, *pages.shape[2:])
+        return kv[..., 0, :], kv[..., 1, :]
+
+    return stretch, length
 
 
 def _visible(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
@@ -71,54 +137,26 @@ def _visible(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
     return seen
 
 
-def _weights(scores: jax.Array, visible: jax.Array, softcap: float | None) -> jax.Array:
-    if softcap is not None:
-        scores = jnp.tanh(scores / softcap) * softcap
-    return jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
+def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+    return scores if softcap is None else jnp.tanh(scores / softcap) * softcap
 
 
-def _decode(
-    q: jax.Array,
-    pages: jax.Array,
-    tables: jax.Array,
-    positions: jax.Array,
-    mask: Mask,
-    scale: float,
-    softcap: float | None,
-) -> jax.Array:
-    keys, values = _gather(pages, tables)
-    scores = jnp.einsum("skgh,sckh->skgc", q * scale, keys, preferred_element_type=jnp.float32)
-    visible = _visible(positions[:, None], jnp.arange(keys.shape[1]), mask)  # [S, C]
-    weights = _weights(scores, visible[:, None, None], softcap)
-    return jnp.einsum("skgc,sckh->skgh", weights.astype(values.dtype), values).astype(q.dtype)
+def _start(q: jax.Array) -> Softmax:
+    shape = q.shape[:-1]
+    return jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros(q.shape)
 
 
-def _prefill(
-    q: jax.Array,
-    positions: jax.Array,
-    sequences: jax.Array,
-    pages: jax.Array,
-    tables: jax.Array,
-    mask: Mask,
-    scale: float,
-    softcap: float | None,
-) -> jax.Array:
-    """Every token is scored against all sequences of the prefill and sees only its own."""
-    keys, values = _gather(pages, tables)
-    num_sequences, context = keys.shape[:2]
-    keys = keys.reshape(-1, *keys.shape[2:]).transpose(1, 0, 2)  # [K, S*C, H]
-    values = values.reshape(-1, *values.shape[2:]).transpose(1, 0, 2)
-    key_sequence = jnp.repeat(jnp.arange(num_sequences), context)
-    key_position = jnp.tile(jnp.arange(context), num_sequences)
+def _accumulate(
+    running: Softmax, scores: jax.Array, visible: jax.Array, weighted: Callable[[jax.Array], jax.Array]
+) -> Softmax:
+    peak, total, values = running
+    scores = jnp.where(visible, scores, HIDDEN)
+    new_peak = jnp.maximum(peak, scores.max(axis=-1))
+    weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
+    shrink = jnp.exp(peak - new_peak)
+    return new_peak, total * shrink + weights.sum(axis=-1), values * shrink[..., None] + weighted(weights)
 
-    def attend(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        q, positions, sequences = rows
-        scores = jnp.einsum("tkgh,kch->kgtc", q * scale, keys, preferred_element_type=jnp.float32)
-        visible = _visible(positions[:, None], key_position, mask) & (sequences[:, None] == key_sequence)
-        weights = _weights(scores, visible, softcap)
-        return jnp.einsum("kgtc,kch->tkgh", weights.astype(values.dtype), values).astype(q.dtype)
 
-    if len(q) <= QUERY_BLOCK or len(q) % QUERY_BLOCK:
-        return attend((q, positions, sequences))
-    blocks = jax.tree.map(lambda x: x.reshape(-1, QUERY_BLOCK, *x.shape[1:]), (q, positions, sequences))
-    return jax.lax.map(attend, blocks).reshape(q.shape)
+def _finish(running: Softmax, q: jax.Array) -> jax.Array:
+    _, total, values = running
+    return (values / total[..., None]).astype(q.dtype)

@@ -83,10 +83,7 @@ def load(config: EngineConfig) -> LLM:
     # Imported here, in the engine's thread: jax takes seconds, and by then the port must be bound.
     from hex_llm.engine.llm import LLM
 
-    llm = LLM(**{**vars(config), "warmup": False})
-    if config.warmup:
-        llm.engine.warm_up(progress=True)
-    return llm
+    return LLM(**vars(config))
 
 
 async def run(engine: EngineThread, config: ServerConfig, listener: socket.socket) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from hex_llm.errors import ModelError
 from hex_llm.kernels.attention import Mask
-from hex_llm.models.hf_config import HFConfig
-from hex_llm.models.rope_scaling import rope_from
+from hex_llm.models.hf_config import HFConfig, shown
+from hex_llm.models.rope_scaling import rope_from, rope_type
 from hex_llm.models.spec import CheckpointNames, Experts, Layer, ModelSpec, NormNames
 
 GEMMA2_NORMS = NormNames(
@@ -34,7 +34,7 @@ def baseline(c: HFConfig, *, theta: float = 10_000.0, interleaved: bool = False)
         rope_from(c, head_dim, theta, interleaved=interleaved), ffn_size=c.integer("intermediate_size")
     )
     return ModelSpec(
-        family=c.get("model_type", "llama"),
+        family=c.text("model_type", "llama"),
         vocab_size=c.integer("vocab_size"),
         hidden_size=hidden,
         num_heads=heads,
@@ -43,10 +43,10 @@ def baseline(c: HFConfig, *, theta: float = 10_000.0, interleaved: bool = False)
         layers=(layer,) * num_layers,
         max_len=_max_len(c),
         norm_eps=c.positive("rms_norm_eps", 1e-6),
-        activation=_activation(c.get("hidden_act", "silu")),
+        activation=_activation(c.text("hidden_act", "silu")),
         tied=c.boolean("tie_word_embeddings"),
         eos_ids=c.ids("eos_token_id"),
-        dtype=str(c.get("dtype", c.get("torch_dtype", "bfloat16"))),
+        dtype=c.text("dtype", c.text("torch_dtype", "bfloat16")),
     )
 
 
@@ -54,21 +54,21 @@ def _max_len(c: HFConfig) -> int:
     """Linear, dynamic and yarn scalings stretch the length that the config names; the others name the end."""
     scaling = HFConfig({**c.section("rope_scaling").values, **c.section("rope_parameters").values})
     length = c.integer("max_position_embeddings", 2048)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = rope_type(scaling)
     if kind in ("linear", "dynamic"):
-        return int(length * scaling.positive("factor"))
+        length = int(length * scaling.positive("factor"))
     if kind == "yarn":
         original = scaling.integer("original_max_position_embeddings", length)
-        return max(length, int(original * scaling.positive("factor", 1.0)))
-    return length
+        length = max(length, int(original * scaling.positive("factor", 1.0)))
+    return HFConfig({"max_position_embeddings": length}).integer("max_position_embeddings")
 
 
-def _activation(name: object) -> str:
+def _activation(name: str) -> str:
     if name not in ACTIVATIONS:
         raise ModelError(
-            f"config.json: activation {name!r:.40} is unknown; known are {', '.join(ACTIVATIONS)}"
+            f"config.json: activation {shown(name)} is unknown; known are {', '.join(ACTIVATIONS)}"
         )
-    return ACTIVATIONS[str(name)]
+    return ACTIVATIONS[name]
 
 
 def _masked(spec: ModelSpec, windows: list[int | None]) -> ModelSpec:
@@ -112,7 +112,7 @@ def qwen2(c: HFConfig) -> ModelSpec:
     window = c.optional_int("sliding_window") if c.boolean("use_sliding_window") else None
     if window is None:
         return spec
-    first = c.values.get("max_window_layers", 28)
+    first = c.integer("max_window_layers", 28, low=0)
     default = [WINDOWED[i < first] for i in range(len(spec.layers))]
     kinds = c.per_layer("layer_types", WINDOWED, default)
     return _masked(spec, [window if kind == "sliding_attention" else None for kind in kinds])
@@ -144,7 +144,7 @@ def gemma2(c: HFConfig) -> ModelSpec:
     attn_cap, final_cap = (HFConfig(c.values, {k: v}).optional_float(k) for k, v in softcaps.items())
     spec = replace(
         gemma(c),
-        activation=_activation(c.get("hidden_activation", "gelu_pytorch_tanh")),
+        activation=_activation(c.text("hidden_activation", "gelu_pytorch_tanh")),
         query_scale=c.positive("query_pre_attn_scalar") ** -0.5,
         attn_softcap=attn_cap,
         logit_softcap=final_cap,
@@ -167,8 +167,7 @@ def llama4(c: HFConfig) -> ModelSpec:
         ["chunked_attention" if r else "full_attention" for r in roped],
     )
     step = c.integer("interleave_moe_layer_step", 1)
-    sparse = c.get("moe_layers")
-    sparse = list(range(step - 1, num, step)) if sparse is None else sparse
+    sparse = list(range(step - 1, num, step)) if c.get("moe_layers") is None else c.ids("moe_layers")
     bias = c.boolean("attention_bias")
     return replace(
         spec,
@@ -234,16 +233,16 @@ def model_spec(
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if name not in FAMILIES:
-        raise ModelError(f"architecture {name!r:.80} is not supported; supported are {', '.join(FAMILIES)}")
-    return str(name)
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelError(f"architecture {shown(name)} is not supported; supported are {', '.join(FAMILIES)}")
+    return name
 
 
 def _refuse_quantized(config: Mapping[str, Any]) -> None:
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ModelError(f"quantized weights ({method!r:.40}) are not built yet; use the unquantized model")
+        raise ModelError(f"quantized weights ({shown(method)}) are not built yet; use the unquantized model")
 
 
 def _override_window(spec: ModelSpec, window: int) -> ModelSpec:

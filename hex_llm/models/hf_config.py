@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from hex_llm.errors import ModelError
 
 # No model is near these; a config beyond them is broken or hostile.
 LIMITS = {
-    "num_hidden_layers": 512,
+    "num_hidden_layers": 256,
     "hidden_size": 1 << 17,
     "intermediate_size": 1 << 20,
     "intermediate_size_mlp": 1 << 20,
@@ -20,10 +21,19 @@ LIMITS = {
     "vocab_size": 1 << 22,
     "max_position_embeddings": 1 << 28,
     "original_max_position_embeddings": 1 << 28,
-    "num_local_experts": 1024,
+    "num_local_experts": 256,
     "num_experts_per_tok": 64,
 }
+SMALLEST, LARGEST = 1e-30, 1e30  # beyond them float32 ends
 REQUIRED = object()
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = 60
+
+
+def shown(value: object) -> str:
+    """A value of a config for a message: on one line, short however long or deep it is."""
+    return _short.repr(value)
 
 
 class HFConfig:
@@ -37,26 +47,34 @@ class HFConfig:
         value = self.values.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: Any = REQUIRED) -> int:
+    def text(self, key: str, default: str) -> str:
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise ModelError(f"config.json: {key}={shown(value)} must be a text")
+        return value
+
+    def integer(self, key: str, default: Any = REQUIRED, *, low: int = 1) -> int:
         value = self.get(key, default)
         limit = LIMITS.get(key, 1 << 31)
         if value is REQUIRED:
             raise ModelError(f"config.json lacks {key}: is this a complete model?")
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-            raise ModelError(f"config.json: {key}={value!r:.80} must be a whole number from 1 to {limit}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= limit:
+            raise ModelError(
+                f"config.json: {key}={shown(value)} must be a whole number from {low} to {limit}"
+            )
         return value
 
     def number(self, key: str, default: Any = REQUIRED) -> float:
         value = self.get(key, default)
         if value is REQUIRED:
             raise ModelError(f"config.json lacks {key}: is this a complete model?")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ModelError(f"config.json: {key}={value!r:.80} must be a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+            raise ModelError(f"config.json: {key}={shown(value)} must be a number of at most {LARGEST:g}")
         return float(value)
 
     def positive(self, key: str, default: Any = REQUIRED) -> float:
         value = self.number(key, default)
-        if value <= 0:
+        if value < SMALLEST:
             raise ModelError(f"config.json: {key}={value!r} must be greater than 0")
         return value
 
@@ -69,7 +87,7 @@ class HFConfig:
     def boolean(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ModelError(f"config.json: {key}={value!r:.80} must be true or false")
+            raise ModelError(f"config.json: {key}={shown(value)} must be true or false")
         return value
 
     def floats(self, key: str, length: int) -> tuple[float, ...]:
@@ -80,7 +98,8 @@ class HFConfig:
 
     def per_layer(self, key: str, allowed: tuple[Any, ...], default: list[Any]) -> list[Any]:
         """One value for each layer, or the family's default where the list is absent or empty."""
-        values = self.get(key) or default
+        values = self.get(key, [])
+        values = default if values == [] else values
         if (
             not isinstance(values, list)
             or len(values) != len(default)
@@ -94,7 +113,7 @@ class HFConfig:
         value = self.get(key, [])
         values = value if isinstance(value, list) else [value]
         if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
-            raise ModelError(f"config.json: {key}={value!r:.80} must be a token id or a list of them")
+            raise ModelError(f"config.json: {key}={shown(value)} must be a token id or a list of them")
         return tuple(values)
 
     def section(self, key: str) -> HFConfig:

@@ -9,13 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 from hex_llm.errors import ModelError
-from hex_llm.models.hf_config import HFConfig
+from hex_llm.models.hf_config import HFConfig, shown
 from hex_llm.models.spec import Rope
 
 Floats = npt.NDArray[Any]  # float32
 
 
 def rope_from(c: HFConfig, head_dim: int, default_theta: float, *, interleaved: bool = False) -> Rope:
+    try:
+        with np.errstate(divide="raise", over="raise", invalid="raise"):
+            return _rope(c, head_dim, default_theta, interleaved)
+    except (ArithmeticError, ValueError) as error:
+        raise ModelError("config.json: the rope numbers are too large or too small to use") from error
+
+
+def _rope(c: HFConfig, head_dim: int, default_theta: float, interleaved: bool) -> Rope:
     scaling = HFConfig({**c.section("rope_scaling").values, **c.section("rope_parameters").values})
     theta = scaling.positive("rope_theta", c.get("rope_theta", default_theta))
     share = scaling.positive("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
@@ -24,12 +32,16 @@ def rope_from(c: HFConfig, head_dim: int, default_theta: float, *, interleaved: 
         raise ModelError(
             f"config.json: rotary positions need an even number of dimensions, not {dim} of {head_dim}"
         )
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = rope_type(scaling)
     if kind not in SCALINGS:
-        raise ModelError(f"config.json: rope type {kind!r:.40} is unknown; known are {', '.join(SCALINGS)}")
+        raise ModelError(f"config.json: rope type {shown(kind)} is unknown; known are {', '.join(SCALINGS)}")
     base: Floats = np.float32(1) / np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
     resolved = SCALINGS[kind](base, theta, scaling, c)
     return Rope(**{"inv_freq": _numbers(base), "interleaved": interleaved, **resolved})
+
+
+def rope_type(scaling: HFConfig) -> str:
+    return scaling.text("rope_type", scaling.text("type", "default"))
 
 
 def _numbers(values: Floats) -> tuple[float, ...]:

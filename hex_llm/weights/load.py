@@ -6,9 +6,12 @@ Each device receives only its slice, and the host holds only the few tensors tha
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,10 +26,13 @@ from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import sharding
 from hex_llm.weights.checkpoint import Checkpoint, Slices
 
+READ_BYTES = 32 << 20  # of a part that are read from the checkpoint at once
+ALIGNMENT = 64  # bytes, of memory that a CPU device takes over
 NUM_READERS = 2  # tensors on their way at a time: one is read while another is copied to its device
 INIT_SCALE = 0.02
 
 Array = np.ndarray[Any, Any]
+Read = Callable[[Piece, Slices], Array]  # a stretch of a piece's checkpoint tensor
 
 
 def load_weights(
@@ -34,6 +40,7 @@ def load_weights(
 ) -> Weights:
     """Names and shapes are checked for the whole model before the first tensor is read."""
     params, tree = jax.tree.flatten(abstract_weights(spec), is_leaf=_is_param)
+    check_room(params, mesh, dtype)
     _check(checkpoint, (piece for param in params for piece in param.pieces))
     with ThreadPoolExecutor(NUM_READERS) as readers:
         load = partial(_load, checkpoint=checkpoint, mesh=mesh, dtype=dtype)
@@ -49,6 +56,7 @@ def load_weights(
 def init_weights(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any], seed: int) -> Weights:
     """Random weights, made on the devices that will hold them."""
     params, tree = jax.tree.flatten(abstract_weights(spec), is_leaf=_is_param)
+    check_room(params, mesh, dtype)
     key = jax.random.key(seed)
     make_random = cache(_random)  # one compilation for all layers
 
@@ -75,6 +83,33 @@ def _is_param(leaf: object) -> bool:
     return isinstance(leaf, Param)
 
 
+def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> None:
+    """Refuses weights that the devices cannot hold, before anything is allocated."""
+    shards = (sharding(mesh, param.shape, param.axes).shard_shape(param.shape) for param in params)
+    needed = sum(map(math.prod, shards)) * dtype.itemsize
+    free = free_bytes(list(mesh.local_devices))
+    if free is not None and needed > free:
+        raise ModelError(
+            f"the weights need {needed / 2**30:,.1f} GiB on each of {mesh.size} device(s), but only "
+            f"{free / 2**30:,.1f} GiB are free there: take a smaller model, a smaller --dtype or more devices "
+            "(--tensor_parallel_size)"
+        )
+
+
+def free_bytes(devices: list[jax.Device]) -> int | None:
+    """What each device can still hold; None: it does not say. CPU devices share the host's memory."""
+    if devices[0].platform == "cpu":
+        return _free_host_bytes() // len(devices)
+    stats = [device.memory_stats() for device in devices]
+    return min((s["bytes_limit"] - s["bytes_in_use"] for s in stats if s), default=None)
+
+
+def _free_host_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
+    return int(found[1]) << 10 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _check(checkpoint: Checkpoint, pieces: Iterable[Piece]) -> None:
     for piece in pieces:
         tensor = checkpoint.get(piece.name)
@@ -91,39 +126,70 @@ def _check(checkpoint: Checkpoint, pieces: Iterable[Piece]) -> None:
 def _load(param: Param, checkpoint: Checkpoint, mesh: Mesh, dtype: np.dtype[Any]) -> jax.Array:
     placed = sharding(mesh, param.shape, param.axes)
     parts: dict[str, Array] = {}  # devices that hold the same part share one read
+    heads: dict[tuple[str, str], Array] = {}  # so do those that hold the same KV head
+
+    def read(piece: Piece, stored: Slices) -> Array:
+        key = piece.name, str(stored)
+        if key in heads:
+            return heads[key]
+        values = checkpoint[piece.name].read(stored)
+        if piece.repeat > 1:
+            heads[key] = values
+        return values
 
     def part(index: tuple[slice, ...] | None) -> Array:
         assert index is not None
         bounds = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, param.shape, strict=True))
         key = str(bounds)
         if key not in parts:
-            parts[key] = _assemble(param, bounds, checkpoint, dtype)
+            parts[key] = _assemble(param, bounds, read, dtype)
         return parts[key]
 
     return jax.make_array_from_callback(param.shape, placed, part, dtype=dtype)
 
 
-def _assemble(param: Param, index: Slices, checkpoint: Checkpoint, dtype: np.dtype[Any]) -> Array:
-    out: Array = np.empty([s.stop - s.start for s in index], dtype)
+def _assemble(param: Param, index: Slices, read: Read, dtype: np.dtype[Any]) -> Array:
+    """One device's part, filled a stretch at a time: what is being read stays small beside what was."""
+    out = _aligned([s.stop - s.start for s in index], dtype)
+    first, rest = index[0], index[1:]
+    stretch = max(READ_BYTES * len(out) // max(out.nbytes, 1), 1)
+    for start in range(first.start, first.stop, stretch):
+        rows = slice(start, min(start + stretch, first.stop))
+        _fill(out[rows.start - first.start : rows.stop - first.start], param, (rows, *rest), read)
+    return out
+
+
+def _aligned(shape: list[int], dtype: np.dtype[Any]) -> Array:
+    """Memory that a CPU device takes as it is, without a copy."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _fill(out: Array, param: Param, index: Slices, read: Read) -> None:
     for piece in param.pieces:
         target = (*piece.to, *(slice(None),) * (out.ndim - len(piece.to)))
-        # An axis picked by a number is not the piece's; one picked by a part is never split over devices.
+        # An axis picked by a number is not the piece's; one picked by a part is never split.
         ranges = [
             cut if place == slice(None) else slice(0, place.stop - place.start)
             for cut, place in zip(index, target, strict=True)
             if isinstance(place, slice)
         ]
-        out[target] = _read(piece, ranges, checkpoint)
-    return out
+        row = target[0]
+        if isinstance(row, slice):
+            out[target] = _cut(piece, ranges, read)
+        elif index[0].start <= row < index[0].stop:
+            out[(row - index[0].start, *target[1:])] = _cut(piece, ranges, read)
 
 
-def _read(piece: Piece, ranges: list[slice], checkpoint: Checkpoint) -> Array:
+def _cut(piece: Piece, ranges: list[slice], read: Read) -> Array:
     """The part of a piece that `ranges`, one for each of its axes in the parameter's order, cut out."""
     first, repeat = ranges[0], piece.repeat
     stored = [slice(first.start // repeat, -(-first.stop // repeat)), *ranges[1:]]
     order = piece.order or tuple(range(len(piece.view)))
     in_view = [stored[order.index(axis)] for axis in range(len(order))]
-    values = checkpoint[piece.name].read(_stored_slices(piece, in_view))
+    values = read(piece, _stored_slices(piece, in_view))
     values = values.reshape([s.stop - s.start for s in in_view]).transpose(order)
     if repeat > 1:
         skip = first.start - stored[0].start * repeat

@@ -14,7 +14,7 @@ from hex_llm.weights.checkpoint import Checkpoint
 from hex_llm.weights.gguf import gguf_tokenizer, open_gguf
 from hex_llm.weights.safetensors import open_safetensors
 
-MAX_CONFIG_BYTES = 16 << 20
+MAX_CONFIG_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ModelFiles:
 
 def open_model(path: Path, *, trust_remote_code: bool = False, config_only: bool = False) -> ModelFiles:
     """Reads configs and headers only; nothing in the folder is ever executed."""
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         file = open_gguf(path)
         return ModelFiles(file.config, None if config_only else file.checkpoint)
     config = read_config(path)
@@ -38,7 +38,11 @@ def open_model(path: Path, *, trust_remote_code: bool = False, config_only: bool
 
 
 def open_tokenizer(path: Path, mode: str = "auto") -> Tokenizer:
-    return gguf_tokenizer(open_gguf(path)) if path.suffix == ".gguf" else load_tokenizer(path, mode=mode)
+    return gguf_tokenizer(open_gguf(path)) if is_gguf(path) else load_tokenizer(path, mode=mode)
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and not path.is_dir()
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,12 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Any]:
+def judge() -> Any:
     path = fetch(None, cache_dir=EngineConfig().cache_dir)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
-    yield model.eval()
+    return model.eval()
 
 
 def generate(llm: LLM) -> list[tuple[list[int], list[int]]]:
@@ -46,7 +45,7 @@ def test_capital_of_france(llm: LLM) -> None:
 
 
 def test_every_token_is_the_judges_choice(llm: LLM, judge: Any) -> None:
-    """Each of our tokens is transformers' likeliest after all that precede it, so its greedy search is ours."""
+    """Each of our tokens is transformers' likeliest after those before it: its greedy search is ours."""
     for prompt, output in generate(llm):
         assert len(output) == NUM_TOKENS
         with torch.no_grad():
