@@ -128,14 +128,15 @@ class EngineConfig:
     tokenizer_mode: str = flag(
         "auto",
         MODEL,
-        "auto takes the fast tokenizer if there is one; slow takes the one written in Python.",
+        "auto takes the fast tokenizer if there is one; slow takes tokenizer.model through sentencepiece.",
         choices=("auto", "slow"),
     )
     skip_tokenizer_init: bool = flag(False, MODEL, "Load no tokenizer: token ids in, token ids out, no text.")
     trust_remote_code: bool = flag(
         False,
         MODEL,
-        "Allow models that bring code of their own. Without it nothing from the model's folder is executed.",
+        "Serve a model whose config asks for code of its own, by the built-in architecture of that name. Code "
+        "from a model's folder is never executed.",
     )
     load_format: str = flag(
         "auto",

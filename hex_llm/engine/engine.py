@@ -74,6 +74,7 @@ class Engine:
         plan, sequences = self.scheduler.schedule()
         if not sequences:
             return []
+        log.debug("step: %d decodes, %d prefills", len(plan.decodes), len(plan.prefills))
         for sequence, token_id in zip(sequences, self.runner.run(plan), strict=True):
             sequence.append(token_id)
             if sequence.finish_reason is not None:

@@ -159,4 +159,5 @@ def _accumulate(
 
 def _finish(running: Softmax, q: jax.Array) -> jax.Array:
     _, total, values = running
-    return (values / total[..., None]).astype(q.dtype)
+    # Padding may see nothing. It must still be a number: what it writes to block 0 is read with weight 0.
+    return (values / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +20,10 @@ LIMITS = {
     "vocab_size": 1 << 22,
     "max_position_embeddings": 1 << 28,
     "original_max_position_embeddings": 1 << 28,
-    "num_local_experts": 256,
+    "num_local_experts": 512,
     "num_experts_per_tok": 64,
 }
+MAX_INT = (1 << 31) - 1  # of an index on a device
 SMALLEST, LARGEST = 1e-30, 1e30  # beyond them float32 ends
 REQUIRED = object()
 
@@ -55,7 +55,7 @@ class HFConfig:
 
     def integer(self, key: str, default: Any = REQUIRED, *, low: int = 1) -> int:
         value = self.get(key, default)
-        limit = LIMITS.get(key, 1 << 31)
+        limit = LIMITS.get(key, MAX_INT)
         if value is REQUIRED:
             raise ModelError(f"config.json lacks {key}: is this a complete model?")
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= limit:
@@ -75,7 +75,7 @@ class HFConfig:
     def positive(self, key: str, default: Any = REQUIRED) -> float:
         value = self.number(key, default)
         if value < SMALLEST:
-            raise ModelError(f"config.json: {key}={value!r} must be greater than 0")
+            raise ModelError(f"config.json: {key}={value!r} must be at least {SMALLEST:g}")
         return value
 
     def optional_int(self, key: str) -> int | None:
@@ -109,11 +109,11 @@ class HFConfig:
         return values
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them."""
+        """Token ids or such: one or a list of them."""
         value = self.get(key, [])
         values = value if isinstance(value, list) else [value]
-        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
-            raise ModelError(f"config.json: {key}={shown(value)} must be a token id or a list of them")
+        if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v <= MAX_INT for v in values):
+            raise ModelError(f"config.json: {key}={shown(value)} must be a whole number or a list of them")
         return tuple(values)
 
     def section(self, key: str) -> HFConfig:

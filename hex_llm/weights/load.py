@@ -90,9 +90,8 @@ def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> Non
     free = free_bytes(list(mesh.local_devices))
     if free is not None and needed > free:
         raise ModelError(
-            f"the weights need {needed / 2**30:,.1f} GiB on each of {mesh.size} device(s), but only "
-            f"{free / 2**30:,.1f} GiB are free there: take a smaller model, a smaller --dtype or more devices "
-            "(--tensor_parallel_size)"
+            f"the weights need {needed / 2**30:,.1f} GiB on each of {mesh.size} device(s), which have "
+            f"{free / 2**30:,.1f} GiB free: take a smaller model or --dtype, or raise --tensor_parallel_size"
         )
 
 

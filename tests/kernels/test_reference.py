@@ -1,0 +1,102 @@
+"""The reference attention against a dense one that is written out in numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.reference import paged_attention
+
+KV_HEADS, HEAD_DIM = 2, 8
+
+
+def dense(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, mask: Mask, softcap: float | None
+) -> np.ndarray:
+    """One query [K, G, H] at `position` over its sequence's keys and values [L, K, H]."""
+    places = np.arange(len(k))
+    seen = places <= position
+    if mask.window is not None:
+        seen &= places > position - mask.window
+    if mask.chunk is not None:
+        seen &= places // mask.chunk == position // mask.chunk
+    scores = np.einsum("kgh,ckh->kgc", q, k) * HEAD_DIM**-0.5
+    if softcap is not None:
+        scores = np.tanh(scores / softcap) * softcap
+    weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return np.einsum("kgc,ckh->kgh", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 512])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    ("mask", "softcap"),
+    [(Mask(), None), (Mask(window=5), None), (Mask(window=300), 2.0), (Mask(chunk=7), None), (Mask(), 1.5)],
+)
+def test_ragged_batch(block_size: int, group: int, mask: Mask, softcap: float | None) -> None:
+    """Decodes and prefill chunks of very different lengths, some after a cached prefix, with padding."""
+    rng = np.random.default_rng(0)
+    decodes = [0, 5, 255, 256, 700]  # positions; everything before is cached
+    chunks = [(0, 130), (300, 40), (0, 1)]  # (cached, new tokens)
+    lengths = [p + 1 for p in decodes] + [cached + new for cached, new in chunks]
+    width = -(-max(lengths) // block_size)
+    keys = [rng.standard_normal((n, KV_HEADS, HEAD_DIM), dtype=np.float32) for n in lengths]
+    values = [rng.standard_normal((n, KV_HEADS, HEAD_DIM), dtype=np.float32) for n in lengths]
+    tables = rng.permutation(len(lengths) * width).reshape(len(lengths), width).astype(np.int32) + 1
+    pages = rng.standard_normal((tables.max() + 1, block_size, KV_HEADS, 2, HEAD_DIM), dtype=np.float32)
+    rows = [(i, p) for i, p in enumerate(decodes)]
+    rows += [(len(decodes) + i, c + t) for i, (c, n) in enumerate(chunks) for t in range(n)]
+    new = set(rows)
+    for i, n in enumerate(lengths):
+        for p in range(n):
+            if (i, p) not in new:
+                pages[tables[i, p // block_size], p % block_size] = np.stack(
+                    [keys[i][p], values[i][p]], axis=1
+                )
+    num_padding = 256 - len(rows) % 128
+    place = [tables[i, p // block_size] * block_size + p % block_size for i, p in rows]
+    pad = [0] * num_padding
+    batch = Batch(
+        positions=jnp.array([p for _, p in rows] + pad),
+        sequences=jnp.array([i for i, _ in rows] + pad),
+        slots=jnp.array(place + pad),
+        decode_tables=jnp.array(tables[: len(decodes)]),
+        prefill_tables=jnp.array(tables[len(decodes) :]),
+    )
+    q = rng.standard_normal((len(rows) + num_padding, KV_HEADS, group, HEAD_DIM), dtype=np.float32)
+    k = np.zeros((len(q), KV_HEADS, HEAD_DIM), np.float32)
+    v = np.zeros_like(k)
+    for row, (i, p) in enumerate(rows):
+        k[row], v[row] = keys[i][p], values[i][p]
+    attend = jax.jit(paged_attention, static_argnames=("mask", "scale", "softcap"))
+    options = {"mask": mask, "scale": HEAD_DIM**-0.5, "softcap": softcap}
+    out, pages_out = attend(jnp.array(q), jnp.array(k), jnp.array(v), jnp.array(pages), batch, **options)
+    for row, (i, p) in enumerate(rows):
+        expected = dense(q[row], keys[i], values[i], p, mask, softcap)
+        np.testing.assert_allclose(out[row], expected, atol=2e-6, err_msg=f"sequence {i} position {p}")
+        stored = np.asarray(pages_out)[tables[i, p // block_size], p % block_size]
+        np.testing.assert_array_equal(stored, np.stack([keys[i][p], values[i][p]], axis=1))
+    assert np.isfinite(np.asarray(out)).all(), "padding must stay finite"
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """A long neighbour makes more stretches, which add exactly nothing to a short row."""
+    rng = np.random.default_rng(0)
+    pages = jnp.array(rng.standard_normal((64, 32, KV_HEADS, 2, HEAD_DIM), dtype=np.float32))
+    tables = jnp.arange(1, 61, dtype=jnp.int32).reshape(2, 30)
+    q = jnp.array(rng.standard_normal((2, KV_HEADS, 2, HEAD_DIM), dtype=np.float32))
+    kv = jnp.array(rng.standard_normal((2, KV_HEADS, HEAD_DIM), dtype=np.float32))
+    empty = jnp.zeros((0, 30), jnp.int32)
+
+    def first_row(positions: list[int]) -> np.ndarray:
+        n = len(positions)
+        at = jnp.array(positions)
+        slots = tables[jnp.arange(n), at // 32] * 32 + at % 32
+        batch = Batch(at, jnp.arange(n), slots, tables[:n], empty)
+        options = {"mask": Mask(), "scale": 1.0, "softcap": None}
+        return np.asarray(paged_attention(q[:n], kv[:n], kv[:n], pages, batch, **options)[0][0])
+
+    np.testing.assert_array_equal(first_row([100, 900]), first_row([100, 3]))

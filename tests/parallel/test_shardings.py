@@ -1,0 +1,56 @@
+"""Tensor parallelism: what a compiled step exchanges between devices."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hex_llm import LLM
+from hex_llm.engine.batch import StepShape
+from hex_llm.models.spec import ModelSpec
+from tests.tiny import LLAMA4, MOE, Tiny
+
+NUM_LAYERS = 4
+CASES = [
+    Tiny("llama", "LlamaForCausalLM", {"num_hidden_layers": NUM_LAYERS}),
+    Tiny("odd-vocab", "LlamaForCausalLM", {"num_hidden_layers": NUM_LAYERS, "vocab_size": 131}),
+    Tiny("gemma2", "Gemma2ForCausalLM", {"num_hidden_layers": NUM_LAYERS, "head_dim": 16}),
+    Tiny("mixtral", "MixtralForCausalLM", {**MOE, "num_hidden_layers": NUM_LAYERS}),
+    Tiny("llama4", "Llama4ForCausalLM", LLAMA4),
+]
+
+
+@pytest.mark.parametrize("tiny", CASES, ids=lambda t: t.name)
+def test_two_sums_a_layer_and_no_weight_moves(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny.config()
+    config.architectures = [tiny.architecture]
+    config.save_pretrained(tmp_path)
+    flags = {"max_model_len": 64, "num_blocks": 16, "skip_tokenizer_init": True}
+    llm = LLM(model=tmp_path, load_format="dummy", tensor_parallel_size=4, **flags)
+    for shape in (StepShape(8, 0, 0, 2), StepShape(0, 1, 32, 2)):
+        program = llm.engine.runner._compile(shape).as_text()
+        sums = len(re.findall(r" all-reduce(?:-start)?\(", program))
+        # Attention and feed-forward of each layer, the embedding, and the choice of the likeliest token.
+        assert sums <= 2 * NUM_LAYERS + 3, f"{sums} all-reduces"
+        assert sums >= 2 * NUM_LAYERS
+        for size in re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)", program):
+            elements = 1
+            for n in size.split(","):
+                elements *= int(n or 1)
+            assert elements <= 4 * shape.num_rows, f"{size}: more than the likeliest tokens is exchanged"
+
+
+def spec(**changes: int) -> ModelSpec:
+    from hex_llm.models.families import model_spec
+
+    values = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
+    config = {"vocab_size": 10, "num_hidden_layers": 1, "max_position_embeddings": 8, **values, **changes}
+    return model_spec({"architectures": ["LlamaForCausalLM"], **config})
+
+
+@pytest.mark.parametrize(("devices", "held", "repeat"), [(1, 2, 1), (2, 2, 1), (4, 4, 2), (8, 8, 4)])
+def test_every_device_holds_a_kv_head(devices: int, held: int, repeat: int) -> None:
+    split = spec().split_over(devices)
+    assert (split.num_kv_heads, split.kv_repeat) == (held, repeat)
