@@ -135,7 +135,7 @@ class EngineConfig:
     trust_remote_code: bool = flag(
         False,
         MODEL,
-        "Serve a model whose config asks for code of its own, by the built-in architecture of that name. Code "
+        "Serve a model whose config asks for code of its own by the built-in architecture of that name; code "
         "from a model's folder is never executed.",
     )
     load_format: str = flag(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
@@ -11,9 +10,10 @@ import numpy as np
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
 from hex_llm.models.spec import ModelSpec
+from hex_llm.weights.load import free_bytes
 
 CPU_SHARE = 0.25  # of the memory that is free: the rest of the machine needs some too
-CPU_CAP = 4 << 30
+CPU_CAP = 2 << 30
 
 
 def num_kv_blocks(
@@ -24,7 +24,7 @@ def num_kv_blocks(
         return config.num_blocks + 1
     per_device = spec.num_kv_heads // len(devices) * spec.head_dim * 2 * dtype.itemsize * len(spec.layers)
     needed = config.max_decode_seqs * -(-spec.max_len // config.block_size)
-    fitting = int(_free_bytes(config, devices)) // (per_device * config.block_size)
+    fitting = int(_room(config, devices)) // (per_device * config.block_size)
     if fitting < 1:
         raise ConfigError(
             f"--hbm_utilization_factor={config.hbm_utilization_factor}: "
@@ -33,11 +33,11 @@ def num_kv_blocks(
     return min(fitting, needed) + 1
 
 
-def _free_bytes(config: EngineConfig, devices: list[jax.Device]) -> float:
+def _room(config: EngineConfig, devices: list[jax.Device]) -> float:
+    """Bytes of each device that the KV cache may take."""
+    free = free_bytes(devices)
+    if free is None:
+        raise ConfigError("the devices do not say how much memory is free: set --num_blocks")
     if devices[0].platform == "cpu":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(free * CPU_SHARE, CPU_CAP) / len(devices)
-    free = min(
-        stats["bytes_limit"] - stats["bytes_in_use"] for stats in (d.memory_stats() for d in devices) if stats
-    )
+        return min(free * CPU_SHARE, CPU_CAP / len(devices))
     return free * config.hbm_utilization_factor

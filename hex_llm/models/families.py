@@ -201,7 +201,7 @@ def _llama4_layer(c: HFConfig, spec: ModelSpec, roped: bool, kind: str, sparse: 
 def llama4_with_vision(c: HFConfig) -> ModelSpec:
     """The text half; vision weights are skipped."""
     outer = {k: v for k, v in c.values.items() if k in ("torch_dtype", "dtype", "eos_token_id")}
-    spec = llama4(HFConfig({**outer, **c.section("text_config").values}))
+    spec = llama4(HFConfig({**c.section("text_config").values, **outer}))
     names = replace(spec.names, prefix="language_model.model.", head="language_model." + CheckpointNames.head)
     return replace(spec, names=names)
 

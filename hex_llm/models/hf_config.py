@@ -20,7 +20,7 @@ LIMITS = {
     "vocab_size": 1 << 22,
     "max_position_embeddings": 1 << 28,
     "original_max_position_embeddings": 1 << 28,
-    "num_local_experts": 512,
+    "num_local_experts": 256,
     "num_experts_per_tok": 64,
 }
 MAX_INT = (1 << 31) - 1  # of an index on a device
@@ -33,7 +33,7 @@ _short.maxstring = _short.maxlong = 60
 
 def shown(value: object) -> str:
     """A value of a config for a message: on one line, short however long or deep it is."""
-    return _short.repr(value)
+    return _short.repr(value)[:60]
 
 
 class HFConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+FEW_ROWS = range(2, 17)
+
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [T, *in] times weight [*out, *in] -> [T, *out]; weights lie as in the checkpoint, outputs first.
@@ -15,6 +17,18 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     outputs = weight.shape[: weight.ndim - (x.ndim - 1)]
     flat = x.reshape(len(x), -1)
     matrix = weight.reshape(-1, flat.shape[1])
-    out = jax.lax.dot_general(flat, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if len(x) in FEW_ROWS and x.dtype == jnp.float32:
+        out = jax.lax.platform_dependent(flat, matrix, cpu=_row_by_row, default=_product)
+    else:
+        out = _product(flat, matrix)
     out = out.astype(x.dtype).reshape(len(x), *outputs)
     return out if bias is None else out + bias
+
+
+def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _row_by_row(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Fuses into one loop over the matrix, where a product of few rows would copy it into another layout."""
+    return jnp.sum(matrix[None] * x[:, None, :], axis=-1)

@@ -58,18 +58,18 @@ def init_weights(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any], seed: int) -
     params, tree = jax.tree.flatten(abstract_weights(spec), is_leaf=_is_param)
     check_room(params, mesh, dtype)
     key = jax.random.key(seed)
-    make_random = cache(_random)  # one compilation for all layers
 
     def make(i: int, param: Param) -> jax.Array:
         placed = sharding(mesh, param.shape, param.axes)
         if param.norm:
             return jax.device_put(jnp.full(param.shape, 1 - spec.norm_offset, dtype), placed)
-        return make_random(param.shape, dtype, placed)(jax.random.fold_in(key, i))
+        return _random(param.shape, dtype, placed)(jax.random.fold_in(key, i))
 
     weights: Weights = jax.tree.unflatten(tree, [make(i, param) for i, param in enumerate(params)])
     return weights
 
 
+@cache  # one compilation for all layers
 def _random(
     shape: tuple[int, ...], dtype: np.dtype[Any], placed: NamedSharding
 ) -> Callable[[jax.Array], jax.Array]:

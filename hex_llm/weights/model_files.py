@@ -54,14 +54,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ModelError(f"no {path.name} in the model's folder: is this a Hugging Face model?")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelError(f"{path.name} is larger than {MAX_CONFIG_BYTES >> 20} MiB: not a config")
     try:
+        if not path.is_file():
+            raise ModelError(f"no {path.name} in the model's folder: is this a Hugging Face model?")
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ModelError(f"{path.name} is larger than {MAX_CONFIG_BYTES >> 20} MiB: not a config")
         values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ModelError(f"{path.name} cannot be read ({error.strerror}): check its permissions") from error
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path.name} is not valid JSON: download the model again") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path.name} must hold a JSON object")
+        raise ModelError(f"{path.name} must hold a JSON object: download the model again")
     return values

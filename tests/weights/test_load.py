@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -39,9 +38,9 @@ FAMILIES = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "llama-mqa": ("LlamaForCausalLM", {"num_key_value_heads": 1, "vocab_size": 33}),
     "llama-mha": ("LlamaForCausalLM", {"num_key_value_heads": HEADS}),
-    "gemma2": ("Gemma2ForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", {"num_key_value_heads": HEADS}),
     "phi3": ("Phi3ForCausalLM", {}),
-    "mixtral": ("MixtralForCausalLM", {}),
+    "mixtral": ("MixtralForCausalLM", {"num_key_value_heads": HEADS}),
     "llama4": ("Llama4ForCausalLM", {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 40}),
 }
 
@@ -278,29 +277,20 @@ def leaves(weights: Any) -> list[np.ndarray]:
     return [np.asarray(array) for array in jax.tree.leaves(weights)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama-mha", "gemma2"])
 def test_random_weights(family: str) -> None:
-    spec, split = spec_of(family), spec_of(family).split_over(2)
-    one, again, other = (leaves(init_weights(spec, make_mesh(1), F32, seed)) for seed in (1, 1, 2))
-    two = init_weights(split, make_mesh(2), F32, 1)
-    loaded = load_weights(split, checkpoint_of(split), make_mesh(2), F32)
-    for a, b, c, param in zip(one, again, leaves(two), params_of(spec), strict=True):
+    spec, mesh = spec_of(family), make_mesh(4)
+    one, other = (leaves(init_weights(spec, make_mesh(1), F32, seed)) for seed in (1, 2))
+    four = init_weights(spec, mesh, F32, 1)
+    for a, b, param in zip(one, leaves(four), params_of(spec), strict=True):
         np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(a, c)
         assert a.shape == param.shape
         if param.norm:
             assert (a == 1 - spec.norm_offset).all()
-        elif a.size > 100:
+        else:
             assert np.std(a) == pytest.approx(load.INIT_SCALE, rel=0.3)
     assert any((a != b).any() for a, b in zip(one, other, strict=True))
-    for ours, theirs in zip(jax.tree.leaves(two), jax.tree.leaves(loaded), strict=True):
+    loaded = load_weights(spec, checkpoint_of(spec), mesh, F32)
+    for ours, theirs in zip(jax.tree.leaves(four), jax.tree.leaves(loaded), strict=True):
         assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-
-
-def test_random_weights_on_repeated_heads() -> None:
-    spec = replace(spec_of("llama-mqa"), tied=True).split_over(4)
-    weights = init_weights(spec, make_mesh(4), np.dtype(ml_dtypes.bfloat16), 0)
-    assert weights.layers[0].qkv.shape == (4, HEADS // 4 + 2, HEAD, WIDTH)
-    assert weights.head is None
-    assert all(np.isfinite(array.astype(F32)).all() for array in leaves(weights))
