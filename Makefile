@@ -1,31 +1,26 @@
 # Everything lives in one virtual environment at the root: .venv
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+SERVER := .venv/.server-installed
+TESTS := .venv/.tests-installed
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 # What a laptop needs: the shapes that these allow compile in under a minute.
 SERVE_FLAGS ?= --max_decode_seqs=8 --max_model_len=2048
 
-.PHONY: install serve test check test-all bench bench-load format clean
+.PHONY: serve test check test-all bench bench-load format clean
 
-install: $(INSTALLED)
-
-$(INSTALLED): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
-	touch $@
-
-serve: $(INSTALLED)  ## fetch the embedded default model and serve it; ARGS="--port=8000 …" adds flags
+serve: $(SERVER)  ## fetch the embedded default model and serve it; ARGS="--port=8000 …" adds flags
 	$(BIN)/hex-llm serve $(SERVE_FLAGS) $(ARGS)
 
-check: $(INSTALLED)  ## format, lint, types, import rules
+test: check  ## the checks and every fast test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not accelerator" $(ARGS)
+
+check: $(TESTS)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-test: check  ## the checks and every fast test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not accelerator" $(ARGS)
 
 test-all: check  ## also the slow tests and, where there is one, those for the accelerator
 	$(BIN)/python -m pytest $(ARGS)
@@ -33,12 +28,23 @@ test-all: check  ## also the slow tests and, where there is one, those for the a
 bench: bench-load  ## how fast we are beside Hugging Face transformers, in one run on this machine
 	$(BIN)/python tools/bench_offline.py $(ARGS)
 
-bench-load: $(INSTALLED)  ## peak host memory of loading a sharded 2 GB checkpoint on 1 and on 4 devices
+bench-load: $(TESTS)  ## peak host memory of loading a sharded 2 GB checkpoint on 1 and on 4 devices
 	$(BIN)/python tools/load_memory.py
 
-format: $(INSTALLED)
+format: $(TESTS)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+$(SERVER): pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) --editable .
+	touch $@
+
+$(TESTS): pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) --editable ".[test]"
+	touch $@ $(SERVER)

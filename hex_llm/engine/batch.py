@@ -64,16 +64,16 @@ class Paddings:
 
     def all_shapes(self) -> list[StepShape]:
         """Every shape that `shape` can give."""
-        c, most_blocks = self.config, self._blocks(self.max_len)
+        c = self.config
         decodes = {
             self._decode_shape(n, b)
-            for n in range(1, c.max_decode_seqs + 1)
-            for b in range(1, most_blocks + 1)
+            for n in _sizes(c.max_decode_seqs, c.decode_seqs_padding)
+            for b in _sizes(self._blocks(self.max_len), c.decode_blocks_padding)
         }
         prefills = {
             self._prefill_shape(n, t)
-            for n in range(1, c.max_prefill_seqs + 1)
-            for t in range(1, n * self.max_len + 1)
+            for n in _sizes(c.max_prefill_seqs, c.prefill_seqs_padding)
+            for t in _sizes(c.max_prefill_seqs * self.max_len, c.prefill_len_padding)
         }
         return sorted(decodes | prefills)
 
@@ -100,6 +100,14 @@ class Paddings:
 def padded(n: int, multiple: int) -> int:
     """The next multiple; below one multiple the next power of two."""
     return _up(n, multiple) if n >= multiple else min(1 << (n - 1).bit_length(), multiple)
+
+
+def _sizes(largest: int, multiple: int) -> set[int]:
+    """What `padded` gives for 1 to `largest`."""
+    below = {padded(1 << i, multiple) for i in range(min(largest, multiple).bit_length() + 1)}
+    return {n for n in below if n <= padded(largest, multiple)} | set(
+        range(multiple, largest + multiple, multiple)
+    )
 
 
 def _up(n: int, multiple: int) -> int:

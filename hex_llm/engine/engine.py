@@ -40,8 +40,6 @@ class Engine:
         self.spec = spec.split_over(mesh.size)
         devices = list(mesh.devices.flat)
         dtype = resolve_dtype(config.dtype, spec.dtype, devices[0].platform)
-        if dtype == jnp.float32:  # accelerators would round the factors of a product to fewer bits
-            jax.config.update("jax_default_matmul_precision", "highest")
         weights = (
             init_weights(self.spec, mesh, dtype, config.seed)
             if files.checkpoint is None
@@ -62,7 +60,9 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else self.spec.eos_ids
         )
-        sequence = Sequence(request_id, list(prompt_ids), params, stop_ids, limit, self.spec.recompute_len)
+        sequence = Sequence(
+            request_id, [int(i) for i in prompt_ids], params, stop_ids, limit, self.spec.recompute_len
+        )
         self.scheduler.check_fits(sequence)
         return sequence
 
@@ -96,7 +96,8 @@ def check_prompt(prompt_ids: ListLike[int], spec: ModelSpec) -> None:
             "prompt",
         )
     for token_id in prompt_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < spec.vocab_size:
+        whole = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
+        if not whole or not 0 <= token_id < spec.vocab_size:
             raise InvalidRequest(
                 f"token id {token_id!r:.40} is not a whole number from 0 to {spec.vocab_size - 1}", "prompt"
             )

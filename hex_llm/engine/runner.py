@@ -48,6 +48,8 @@ class Runner:
         self.block_size = paddings.config.block_size
         self.pages = allocate_pages(spec, mesh, num_blocks, self.block_size, dtype)
         self.enable_jit = enable_jit
+        # Accelerators round the factors of a float32 product to fewer bits unless told not to.
+        self.precision = "highest" if dtype == np.float32 else "default"
         self._plain_step = partial(_step, spec=spec, attend=split_by_head(reference.paged_attention, mesh))
         self._step = jax.jit(self._plain_step, static_argnames=("shape",), donate_argnames=("pages",))
         self._compiled: dict[StepShape, Step] = {}
@@ -73,11 +75,12 @@ class Runner:
 
     def _compile(self, shape: StepShape) -> Step:
         packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32)
-        return self._step.lower(self.weights, self.pages, packed, shape=shape).compile()
+        with jax.default_matmul_precision(self.precision):
+            return self._step.lower(self.weights, self.pages, packed, shape=shape).compile()
 
     def _op_by_op(self, shape: StepShape) -> Step:
         def step(weights: Weights, pages: Pages, packed: Ints) -> tuple[jax.Array, Pages]:
-            with jax.disable_jit():
+            with jax.disable_jit(), jax.default_matmul_precision(self.precision):
                 return self._plain_step(weights, pages, jnp.asarray(packed), shape=shape)
 
         return step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -158,6 +159,7 @@ def test_output_ends_at_the_length_limit(llm: LLM) -> None:
         ([True], "whole number"),
         ([1.0], "whole number"),
         ([2**40], "0 to 127"),
+        ([None], "whole number"),
     ],
 )
 def test_prompts_that_are_refused(llm: LLM, prompt: list[Any], message: str) -> None:
@@ -183,6 +185,10 @@ def test_wrong_calls(llm: LLM) -> None:
         SamplingParams(temperature=0.5)
     with pytest.raises(ConfigError, match="did you mean"):
         LLM(max_modle_len=3)
+
+
+def test_numpy_ids(llm: LLM) -> None:
+    assert tokens(llm, [np.array(LLAMA.prompt())]) == tokens(llm, [LLAMA.prompt()])
 
 
 def test_own_parameters_for_each_prompt(llm: LLM) -> None:
