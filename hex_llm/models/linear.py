@@ -11,7 +11,7 @@ FEW_ROWS = range(2, 17)
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [T, *in] times weight [*out, *in] -> [T, *out]; weights lie as in the checkpoint, outputs first.
 
-    Axes are merged first: XLA's CPU backend runs a product of matrices a hundred times faster than one of
+    Axes are merged first: XLA's CPU backend runs a product of matrices several times faster than one of
     tensors. An axis that is split over devices leads its group, so merging moves nothing between them.
     """
     outputs = weight.shape[: weight.ndim - (x.ndim - 1)]

@@ -32,9 +32,9 @@ def test_two_sums_a_layer_and_no_weight_moves(tiny: Tiny, tmp_path: Path) -> Non
     for shape in (StepShape(8, 0, 0, 2), StepShape(0, 1, 32, 2)):
         program = llm.engine.runner._compile(shape).as_text()
         sums = len(re.findall(r" all-reduce(?:-start)?\(", program))
-        # Attention and feed-forward of each layer, the embedding, and the choice of the likeliest token.
-        assert sums <= 2 * NUM_LAYERS + 3, f"{sums} all-reduces"
-        assert sums >= 2 * NUM_LAYERS
+        # Attention and feed-forward of each layer, and the embedding where the vocabulary is split.
+        embedding = llm.engine.spec.vocab_size % 4 == 0
+        assert sums == 2 * NUM_LAYERS + embedding
         for size in re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)", program):
             elements = 1
             for n in size.split(","):
