@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 
-from hex_llm.errors import ConfigError, HexError
+from hex_llm.errors import ConfigError, HexError, one_line
 from hex_llm.flags import BOOLEANS, help_text, parse
 
 USAGE = """usage: hex-llm COMMAND [arguments]
@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> None:
     else:
         near = get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(COMMANDS)}"
-        raise ConfigError(f"{command if command.isprintable() else ascii(command)}: unknown command; {hint}")
+        raise ConfigError(f"{one_line(command)}: unknown command; {hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from hex_llm.errors import ConfigError
+from hex_llm.errors import ConfigError, one_line
 
 MAX_INT = 2**31 - 1
 
@@ -68,8 +68,7 @@ class Flag:
 
     def shown(self, value: Any) -> str:
         """`value` for a message: on one line, not too long, and never a secret."""
-        text = "***" if self.secret and value else str(value)
-        text = text if text.isprintable() else ascii(text)
+        text = one_line("***" if self.secret and value else str(value))
         return text if len(text) <= 80 else f"{text[:80]}..."
 
     def check(self, value: Any, label: str = "") -> None:

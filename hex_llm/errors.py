@@ -8,6 +8,11 @@ HexError
 """
 
 
+def one_line(text: str) -> str:
+    """Text from outside, for a message: as it is where it can be printed on one line."""
+    return text if text.isprintable() else ascii(text)
+
+
 class HexError(Exception):
     """Base of the tree; the command line prints its message alone, without a traceback."""
 

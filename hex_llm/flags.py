@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from hex_llm.config import EngineConfig, Flag, ServerConfig, flags_of
-from hex_llm.errors import ConfigError
+from hex_llm.errors import ConfigError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def convert(text: str, spelling: Spelling) -> Any:
 def unknown(written: str, names: Iterable[str]) -> ConfigError:
     near = get_close_matches(written.lstrip("-").replace("-", "_"), list(names), n=1)
     hint = f"did you mean --{near[0]}?" if near else "--help lists them all"
-    return ConfigError(f"{written if written.isprintable() else ascii(written)}: unknown flag; {hint}")
+    return ConfigError(f"{one_line(written)}: unknown flag; {hint}")
 
 
 def find(written: str) -> tuple[Spelling, bool]:

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from hex_llm.models.families import model_spec
-from hex_llm.models.params import Param, abstract_weights
+from hex_llm.models.params import declared
 from hex_llm.weights.safetensors import INDEX
 
 ROOT = Path(__file__).parent.parent
@@ -42,9 +41,7 @@ def configure(folder: Path, **changes: Any) -> None:
 
 
 def tensors() -> dict[str, np.ndarray]:
-    params = jax.tree.leaves(
-        abstract_weights(model_spec(CONFIG)), is_leaf=lambda leaf: isinstance(leaf, Param)
-    )
+    params, _ = declared(model_spec(CONFIG))
     return {piece.name: np.ones(piece.shape, np.float32) for param in params for piece in param.pieces}
 
 

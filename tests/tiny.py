@@ -80,6 +80,23 @@ class Tiny:
         return torch.randint(0, BASE["vocab_size"], (self.prompt_len,), generator=generator).tolist()
 
 
+def greedy(model: Any, prompt: list[int], num_tokens: int, **options: Any) -> Any:
+    """What transformers' own greedy search returns; it does not stop at the end of a sequence."""
+    ids = torch.tensor([prompt])
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        **options,
+    )
+
+
+def greedy_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    return greedy(model, prompt, num_tokens)[0, len(prompt) :].tolist()
+
+
 def rope(kind: str, **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **values}}
 

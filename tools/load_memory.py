@@ -37,14 +37,13 @@ CONFIG = {
 
 def make_checkpoint(folder: Path) -> int:
     """Writes the checkpoint shard by shard and returns its size in bytes."""
-    import jax
     from safetensors.numpy import save_file
 
     from hex_llm.models.families import model_spec
-    from hex_llm.models.params import Param, abstract_weights
+    from hex_llm.models.params import declared
 
-    leaves = jax.tree.leaves(abstract_weights(model_spec(CONFIG)), is_leaf=lambda x: isinstance(x, Param))
-    shapes = {piece.name: piece.shape for param in leaves for piece in param.pieces}
+    params, _ = declared(model_spec(CONFIG))
+    shapes = {piece.name: piece.shape for param in params for piece in param.pieces}
     names = list(shapes)
     numbers = np.random.default_rng(0)
     weight_map = {}

@@ -17,6 +17,7 @@ from hex_llm.types import StepPlan
 
 Ints = npt.NDArray[np.int32]
 
+PER_TOKEN = 5  # numbers: its id, position, span, sequence and slot
 MIN_PREFILL_TOKENS = 16  # fewer cost as much, so they share this shape
 
 
@@ -38,7 +39,7 @@ class StepShape(NamedTuple):
 
     @property
     def packed_size(self) -> int:
-        return 5 * self.num_tokens + self.num_rows * (self.num_blocks + 1)
+        return PER_TOKEN * self.num_tokens + self.num_rows * (self.num_blocks + 1)
 
 
 class StepInputs(NamedTuple):
@@ -104,10 +105,8 @@ def padded(n: int, multiple: int) -> int:
 
 def _sizes(largest: int, multiple: int) -> set[int]:
     """What `padded` gives for 1 to `largest`."""
-    below = {padded(1 << i, multiple) for i in range(min(largest, multiple).bit_length() + 1)}
-    return {n for n in below if n <= padded(largest, multiple)} | set(
-        range(multiple, largest + multiple, multiple)
-    )
+    powers = (1 << i for i in range(min(largest, multiple).bit_length()))
+    return {padded(n, multiple) for n in (largest, *powers, *range(multiple, largest + 1, multiple))}
 
 
 def _up(n: int, multiple: int) -> int:
@@ -144,7 +143,7 @@ def unpack(packed: jax.Array, shape: StepShape) -> StepInputs:
 def _fields(packed: Any, shape: StepShape) -> tuple[Any, ...]:
     """Views of the packed array, on the host and in the compiled step alike."""
     tokens, rows, width = shape.num_tokens, shape.num_rows, shape.num_blocks
-    per_token = [packed[i * tokens : (i + 1) * tokens] for i in range(5)]
-    tables_end = 5 * tokens + rows * width
-    tables = packed[5 * tokens : tables_end].reshape(rows, width)
+    per_token = [packed[i * tokens : (i + 1) * tokens] for i in range(PER_TOKEN)]
+    tables_start, tables_end = PER_TOKEN * tokens, PER_TOKEN * tokens + rows * width
+    tables = packed[tables_start:tables_end].reshape(rows, width)
     return (*per_token, tables, packed[tables_end:])

@@ -14,7 +14,7 @@ from hex_llm.engine.runner import keep_compiled
 from hex_llm.errors import ConfigError, InvalidRequest
 from hex_llm.flags import engine_config_from_kwargs
 from hex_llm.scheduling.sequence import Sequence
-from hex_llm.text.chat import render_chat
+from hex_llm.text.chat import encode_chat
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import CompletionOutput, RequestOutput, SamplingParams
 from hex_llm.weights.model_files import open_model, open_tokenizer
@@ -75,12 +75,8 @@ class LLM:
         """One conversation, or a list of them; `options` go to the chat template."""
         talks = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self._tokenizer()
-        texts = [
-            render_chat(tokenizer.chat_template, talk, special_tokens=tokenizer.special_tokens, **options)
-            for talk in talks
-        ]
-        # The template has written the special tokens already.
-        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        prompts = [encode_chat(tokenizer, talk, **options) for talk in talks]
+        texts, ids = [text for text, _ in prompts], [ids for _, ids in prompts]
         return self._run(texts, ids, sampling_params, use_tqdm)
 
     def _run(

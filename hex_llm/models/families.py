@@ -9,7 +9,7 @@ from typing import Any
 from hex_llm.errors import ModelError
 from hex_llm.kernels.attention import Mask
 from hex_llm.models.hf_config import HFConfig, shown
-from hex_llm.models.rope_scaling import rope_from, rope_type
+from hex_llm.models.rope_scaling import rope_from, rope_settings, rope_type
 from hex_llm.models.spec import CheckpointNames, Experts, Layer, ModelSpec, NormNames
 
 GEMMA2_NORMS = NormNames(
@@ -52,7 +52,7 @@ def baseline(c: HFConfig, *, theta: float = 10_000.0, interleaved: bool = False)
 
 def _max_len(c: HFConfig) -> int:
     """Linear, dynamic and yarn scalings stretch the length that the config names; the others name the end."""
-    scaling = HFConfig({**c.section("rope_scaling").values, **c.section("rope_parameters").values})
+    scaling = rope_settings(c)
     length = c.integer("max_position_embeddings", 2048)
     kind = rope_type(scaling)
     if kind in ("linear", "dynamic"):
@@ -247,11 +247,11 @@ def _refuse_quantized(config: Mapping[str, Any]) -> None:
 
 def _override_window(spec: ModelSpec, window: int) -> ModelSpec:
     """Replaces the window of the layers that have one; where none has, all get it."""
-    has = [layer.mask.window is not None for layer in spec.layers]
-    old = [layer.mask for layer in spec.layers]
-    pairs = zip(spec.layers, old, has, strict=True)
+    any_has = any(layer.mask.window is not None for layer in spec.layers)
     layers = tuple(
-        replace(layer, mask=mask._replace(window=window)) if windowed or not any(has) else layer
-        for layer, mask, windowed in pairs
+        replace(layer, mask=layer.mask._replace(window=window))
+        if layer.mask.window is not None or not any_has
+        else layer
+        for layer in spec.layers
     )
     return replace(spec, layers=layers)

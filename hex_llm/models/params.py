@@ -85,6 +85,11 @@ def abstract_weights(spec: ModelSpec) -> Weights:
     )
 
 
+def declared(spec: ModelSpec) -> tuple[list[Param], jax.tree_util.PyTreeDef]:
+    """The parameters in the tree's order, and the tree to put the loaded ones back into."""
+    return jax.tree.flatten(abstract_weights(spec), is_leaf=lambda leaf: isinstance(leaf, Param))
+
+
 def _whole(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Param:
     return Param(shape, axes, (Piece(name, shape, shape),))
 

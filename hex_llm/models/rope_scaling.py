@@ -24,7 +24,7 @@ def rope_from(c: HFConfig, head_dim: int, default_theta: float, *, interleaved: 
 
 
 def _rope(c: HFConfig, head_dim: int, default_theta: float, interleaved: bool) -> Rope:
-    scaling = HFConfig({**c.section("rope_scaling").values, **c.section("rope_parameters").values})
+    scaling = rope_settings(c)
     theta = scaling.positive("rope_theta", c.get("rope_theta", default_theta))
     share = scaling.positive("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
     dim = int(head_dim * share)
@@ -38,6 +38,11 @@ def _rope(c: HFConfig, head_dim: int, default_theta: float, interleaved: bool) -
     base: Floats = np.float32(1) / np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
     resolved = SCALINGS[kind](base, theta, scaling, c)
     return Rope(**{"inv_freq": _numbers(base), "interleaved": interleaved, **resolved})
+
+
+def rope_settings(c: HFConfig) -> HFConfig:
+    """The rope fields under their old name or their new one."""
+    return HFConfig({**c.section("rope_scaling").values, **c.section("rope_parameters").values})
 
 
 def rope_type(scaling: HFConfig) -> str:

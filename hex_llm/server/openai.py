@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.schemas import ChatRequest, CompletionRequest
-from hex_llm.text.chat import render_chat
+from hex_llm.text.chat import encode_chat
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import CompletionOutput, FinishReason, SamplingParams
 
@@ -50,12 +50,10 @@ class Answer:
     num_prompt_tokens: int
 
 
-async def answer(
-    backend: Backend, prompt: str | list[int], params: SamplingParams, *, add_special_tokens: bool = True
-) -> Answer:
+async def answer(backend: Backend, prompt: str | list[int], params: SamplingParams) -> Answer:
     if isinstance(prompt, str):
         tokenizer = tokenizer_of(backend, "prompt")
-        prompt = await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+        prompt = await asyncio.to_thread(tokenizer.encode, prompt)
     output = await backend.generate(prompt, params)
     text = await asyncio.to_thread(_text, backend.tokenizer, output, params) if backend.tokenizer else ""
     return Answer(text, output.token_ids, output.finish_reason, len(prompt))
@@ -88,11 +86,8 @@ async def complete(backend: Backend, request: CompletionRequest) -> dict[str, An
 async def chat(backend: Backend, request: ChatRequest) -> dict[str, Any]:
     tokenizer, params = tokenizer_of(backend, "messages"), request.params()
     messages = [message.plain() for message in request.messages]
-    prompt = await asyncio.to_thread(
-        render_chat, tokenizer.chat_template, messages, special_tokens=tokenizer.special_tokens
-    )
-    # The template has written the special tokens already.
-    one = await answer(backend, prompt, params, add_special_tokens=False)
+    _, prompt_ids = await asyncio.to_thread(encode_chat, tokenizer, messages)
+    one = await answer(backend, prompt_ids, params)
     choice = {"message": {"role": "assistant", "content": one.text}, "logprobs": None}
     return _reply(backend, "chatcmpl", "chat.completion", [one], [choice])
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from hex_llm.errors import InvalidRequest
+from hex_llm.errors import InvalidRequest, one_line
 from hex_llm.types import SamplingParams
 
 MAX_INT = 2**31 - 1
@@ -236,4 +236,4 @@ def not_built(name: str) -> str:
 
 def shown(text: str) -> str:
     """A piece of a request for a message: on one line, not too long, and no half characters."""
-    return (text if text.isprintable() else ascii(text))[:80]
+    return one_line(text)[:80]

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from hex_llm.errors import InvalidRequest, ModelError
+from hex_llm.text.tokenizer import Tokenizer
 
 MAX_OUTPUT = 16 << 20  # characters
 _MAX_PRODUCT = 1 << 20  # elements of a repeated string or list, and bits of a power
@@ -63,6 +64,15 @@ def render_chat(
     except Exception as error:  # whatever a template's code may run into, on the messages of this request
         raise InvalidRequest(f"the chat template cannot render this: {_line(error)}", "messages") from error
     return text if last is None else _cut(text, last)
+
+
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> tuple[str, list[int]]:
+    """The prompt by the tokenizer's own template, as text and as ids; `options` as for `render_chat`."""
+    text = render_chat(tokenizer.chat_template, messages, special_tokens=tokenizer.special_tokens, **options)
+    # The template has written the special tokens already.
+    return text, tokenizer.encode(text, add_special_tokens=False)
 
 
 def _line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from hex_llm.errors import SourceError
-from hex_llm.weights.files import Wish, choose, folder_or_gguf, is_disk_error
+from hex_llm.weights.files import Wish, choose, folder_or_gguf, refusals
 
 T = TypeVar("T")
 Entry = dict[str, Any]  # an object in a bucket, as gcsfs lists it
@@ -35,12 +35,13 @@ def fetch_from_bucket(address: str, cache: Path, wish: Wish) -> Path:
         raise SourceError(
             f"{address!r} is no bucket's address; give gs://bucket/folder, without empty parts or .."
         )
-    with _bucket_refusals(address, "does not answer"):
+    with refusals(partial(_bucket_problem, address=address, silent="does not answer")):
         bucket = _open_bucket()
         entries = {_under(root, entry): entry for entry in _twice(lambda: bucket.ls(root, detail=True))}
     chosen = choose(entries, wish, address, "/")
     folder = cache / _state(root, [entries[name] for name in chosen])
-    with _locked(cache / f"{folder.name}.lock"), _bucket_refusals(address, "stopped half way"):
+    broken_off = refusals(partial(_bucket_problem, address=address, silent="stopped half way"))
+    with _locked(cache / f"{folder.name}.lock"), broken_off:
         if not folder.is_dir():
             _download(bucket, {name: entries[name] for name in chosen}, folder)
     return folder_or_gguf([folder / name for name in chosen])
@@ -142,20 +143,8 @@ def _twice(call: Callable[[], T]) -> T:
     return call()
 
 
-@contextmanager
-def _bucket_refusals(address: str, silent: str) -> Iterator[None]:
-    """Turns what gcsfs raises into SourceError; `silent` tells what a lost connection means here."""
-    try:
-        yield
-    except SourceError:
-        raise
-    except Exception as error:
-        if is_disk_error(error):
-            raise
-        raise SourceError(_bucket_problem(error, address, silent)) from error
-
-
 def _bucket_problem(error: Exception, address: str, silent: str) -> str:
+    """`silent` tells what a lost connection means."""
     code = getattr(error, "code", None)
     if isinstance(error, FileNotFoundError):
         return f"there is no {address} (any more); check the spelling of the bucket and the folder"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,19 @@ def folder_or_gguf(paths: list[Path]) -> Path:
 
 def is_disk_error(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (*FULL_DISK, *CLOSED_DISK)
+
+
+@contextmanager
+def refusals(told: Callable[[Exception], str]) -> Iterator[None]:
+    """Inside, what a library raises becomes a SourceError in the words of `told`; a disk's error stays."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except Exception as error:
+        if is_disk_error(error):
+            raise
+        raise SourceError(told(error)) from error
 
 
 def disk_problem(error: OSError) -> str:

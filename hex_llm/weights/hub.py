@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils._http import default_client_factory
 
 from hex_llm.errors import SourceError
-from hex_llm.weights.files import Wish, choose, folder_or_gguf, is_disk_error, like, some
+from hex_llm.weights.files import Wish, choose, folder_or_gguf, like, refusals, some
 
 if TYPE_CHECKING:
     import httpx2
@@ -50,13 +51,8 @@ def _bounded_hub(repo: str, revision: str | None) -> Iterator[None]:
     hub_logging.set_verbosity(logging.ERROR)
     set_client_factory(_Patience(repo, revision).client)
     try:
-        yield
-    except SourceError:
-        raise
-    except Exception as error:
-        if is_disk_error(error):
-            raise
-        raise SourceError(_hub_problem(error, repo, revision)) from error
+        with refusals(partial(_hub_problem, repo=repo, revision=revision)):
+            yield
     finally:
         set_client_factory(default_client_factory)
         hub_logging.set_verbosity(verbosity)

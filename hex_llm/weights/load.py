@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
 from hex_llm.errors import ModelError
-from hex_llm.models.params import Param, Piece, Weights, abstract_weights
+from hex_llm.models.params import Param, Piece, Weights, declared
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import sharding
 from hex_llm.weights.checkpoint import Checkpoint, Slices
@@ -39,7 +39,7 @@ def load_weights(
     spec: ModelSpec, checkpoint: Checkpoint, mesh: Mesh, dtype: np.dtype[Any], progress: bool = False
 ) -> Weights:
     """Names and shapes are checked for the whole model before the first tensor is read."""
-    params, tree = jax.tree.flatten(abstract_weights(spec), is_leaf=_is_param)
+    params, tree = declared(spec)
     check_room(params, mesh, dtype)
     _check(checkpoint, (piece for param in params for piece in param.pieces))
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -55,7 +55,7 @@ def load_weights(
 
 def init_weights(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any], seed: int) -> Weights:
     """Random weights, made on the devices that will hold them."""
-    params, tree = jax.tree.flatten(abstract_weights(spec), is_leaf=_is_param)
+    params, tree = declared(spec)
     check_room(params, mesh, dtype)
     key = jax.random.key(seed)
 
@@ -77,10 +77,6 @@ def _random(
         return jax.random.normal(key, shape, dtype) * jnp.asarray(INIT_SCALE, dtype)
 
     return jax.jit(normal, out_shardings=placed)
-
-
-def _is_param(leaf: object) -> bool:
-    return isinstance(leaf, Param)
 
 
 def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> None:

@@ -21,13 +21,13 @@ import numpy as np
 
 from hex_llm.errors import ModelError
 from hex_llm.weights.checkpoint import Checkpoint, Slices
+from hex_llm.weights.files import PICKLES, like
 
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 16 << 20  # one of 91,000 tensors takes 9 MB
 MAX_HEADER_BYTES = 8 << 20
 MAX_RANK = 8
 SHARD = re.compile(r"[^/\\]+\.safetensors")
-UNSAFE = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 FLOATS = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -210,7 +210,7 @@ def _unreadable(path: Path, error: OSError) -> ModelError:
 
 
 def _nothing_to_load(folder: Path) -> str:
-    unsafe = [path.name for path in sorted(folder.iterdir()) if path.suffix in UNSAFE]
+    unsafe = like(sorted(path.name for path in folder.iterdir()), *PICKLES)
     if unsafe:
         return f"only PyTorch files ({unsafe[0]!r:.80}), which can run code: convert them to safetensors"
     return "no *.safetensors file in the folder: is this a model?"

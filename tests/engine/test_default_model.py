@@ -12,6 +12,7 @@ from hex_llm import LLM, SamplingParams
 from hex_llm.config import EngineConfig
 from hex_llm.weights.source import fetch
 from tests.engine.prompts import PROMPTS
+from tests.tiny import greedy_tokens
 
 NUM_TOKENS = 64
 
@@ -57,12 +58,4 @@ def test_every_token_is_the_judges_choice(llm: LLM, judge: Any) -> None:
 @pytest.mark.slow
 def test_generate_gives_the_same_tokens(llm: LLM, judge: Any) -> None:
     for prompt, output in generate(llm):
-        ids = torch.tensor([prompt])
-        theirs = judge.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        assert output == theirs[0, len(prompt) :].tolist()
+        assert output == greedy_tokens(judge, prompt, NUM_TOKENS)

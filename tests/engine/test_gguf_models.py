@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hex_llm import LLM, SamplingParams
+from tests.tiny import greedy_tokens
 from tests.weights.gguf_files import convert, random_model
 
 NUM_TOKENS = 24
@@ -22,12 +23,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Gemma2ForCausalLM", {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 8}),
     ("Phi3ForCausalLM", {"tie_word_embeddings": False}),
 ]
-
-
-def judged(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(("architecture", "changes"), CASES, ids=[name for name, _ in CASES])
@@ -46,7 +41,7 @@ def test_tokens_of_the_model_before_conversion(
     arch = model.config.model_type
     keys = {f"{arch}.attention.sliding_window": window} if arch == "gemma2" else {}
     path = convert(model, tmp_path / "model.gguf", keys=keys)
-    theirs = [judged(model, prompt) for prompt in PROMPTS]
+    theirs = [greedy_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert len(set().union(*theirs)) > 6, "the judge repeats itself: this test would prove little"
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for devices in (1, 2):

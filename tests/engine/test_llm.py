@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hex_llm import LLM, SamplingParams
 from hex_llm.errors import ConfigError, InvalidRequest
-from tests.tiny import LLAMA3, Tiny
+from tests.tiny import LLAMA3, Tiny, greedy_tokens
 
 LLAMA = Tiny("llama", "LlamaForCausalLM", LLAMA3)
 MISTRAL = Tiny("mistral", "MistralForCausalLM", {"sliding_window": 8}, prompt_len=40)
@@ -109,15 +108,7 @@ def judged(folder: Path, tiny: Tiny, **config: Any) -> list[int]:
     model = tiny.save(folder)
     for name, value in config.items():
         setattr(model.config, name, value)
-    prompt = torch.tensor([tiny.prompt()])
-    out = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=20,
-        do_sample=False,
-        eos_token_id=None,
-    )
-    return out[0, tiny.prompt_len :].tolist()
+    return greedy_tokens(model, tiny.prompt(), 20)
 
 
 def test_sliding_window_override(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hex_llm.engine.engine import Engine
 from hex_llm.engine.runner import split_by_head
 from hex_llm.kernels import reference
 from hex_llm.models import decoder
-from tests.tiny import FAMILIES, Tiny
+from tests.tiny import FAMILIES, Tiny, greedy
 
 NUM_TOKENS = 64
 NUM_COMPARED = 32
@@ -27,18 +27,10 @@ TOLERANCE = 1e-4
 def judge(tiny: Tiny, folder: Path) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Logits of the prompt, logits of the decoded positions, greedy tokens: all from transformers."""
     model = tiny.save(folder)
-    prompt = torch.tensor([tiny.prompt()])
+    prompt = tiny.prompt()
     with torch.no_grad():
-        prompt_logits = model(prompt).logits[0].numpy()
-        out = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        prompt_logits = model(torch.tensor([prompt])).logits[0].numpy()
+    out = greedy(model, prompt, NUM_TOKENS, output_logits=True, return_dict_in_generate=True)
     decoded = torch.cat(out.logits).numpy()
     return prompt_logits, decoded, out.sequences[0, tiny.prompt_len :].tolist()
 

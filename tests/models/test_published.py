@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 import pytest
 
 from hex_llm.models.families import model_spec
-from hex_llm.models.params import Param, abstract_weights
+from hex_llm.models.params import declared
 
 FIELDS = (
     "hidden_size",
@@ -66,8 +65,7 @@ PUBLISHED: list[tuple[str, str, tuple[int, ...], dict[str, Any], int]] = [
 
 
 def num_parameters(config: dict[str, Any], devices: int = 1) -> int:
-    tree = abstract_weights(model_spec(config).split_over(devices))
-    params = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Param))
+    params, _ = declared(model_spec(config).split_over(devices))
     return sum(math.prod(param.shape) for param in params)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hex_llm.errors import ModelError
 from hex_llm.models.families import model_spec
-from hex_llm.models.params import FeedForward, Param, abstract_weights
+from hex_llm.models.params import FeedForward, Param, declared
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import make_mesh
 from hex_llm.weights import load
@@ -63,7 +63,7 @@ class Memory:
 
 
 def params_of(spec: ModelSpec) -> list[Param]:
-    return jax.tree.leaves(abstract_weights(spec), is_leaf=lambda leaf: isinstance(leaf, Param))
+    return declared(spec)[0]
 
 
 def checkpoint_of(spec: ModelSpec) -> dict[str, Memory]:

@@ -1,0 +1,47 @@
+"""One request to an app around a fake backend, and what its reply must look like."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from hex_llm.config import ServerConfig
+from hex_llm.server.app import create_app
+from tests.server.fakes import FakeBackend
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+HELLO: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "hello"},
+    CHAT: {"messages": [{"role": "user", "content": "hello"}]},
+    GENERATE: {"prompt": "hello"},
+}
+POSTS = list(HELLO)
+JSON = {"content-type": "application/json"}
+
+
+def ask(backend: FakeBackend, method: str, path: str, **given: Any) -> httpx.Response:
+    """One request to a new app; `config` are fields of ServerConfig."""
+    app = create_app(backend, ServerConfig(**given.pop("config", {})))
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **given)
+
+    return asyncio.run(send())
+
+
+def post(backend: FakeBackend, path: str, body: Any, **given: Any) -> Any:
+    reply = ask(backend, "POST", path, json=body, **given)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def refusal(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    (error,) = reply.json().values()
+    assert list(error) == ["message", "type", "param", "code"]
+    assert error["code"] == status
+    return error
