@@ -17,7 +17,7 @@ from hex_llm.scheduling.sequence import Sequence
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import CompletionOutput, RequestOutput, SamplingParams
-from hex_llm.weights.model_files import open_model, open_tokenizer
+from hex_llm.weights.model_files import ModelFiles, open_model, open_tokenizer
 from hex_llm.weights.source import fetch
 
 Params = SamplingParams | ListLike[SamplingParams] | None
@@ -38,7 +38,7 @@ class LLM:
             trust_remote_code=self.config.trust_remote_code,
             config_only=self.config.load_format == "dummy",
         )
-        self.tokenizer = None if self.config.skip_tokenizer_init else _fetch_tokenizer(self.config, path)
+        self.tokenizer = None if self.config.skip_tokenizer_init else _open_tokenizer(self.config, files)
         keep_compiled(self.config.cache_dir)
         self.engine = Engine(self.config, files, progress=True)
         if self.config.warmup:
@@ -119,6 +119,7 @@ def _fetch(config: EngineConfig, name: str | None, **only: bool) -> Path:
     return fetch(name, revision=config.revision, token=config.hf_token, cache_dir=config.cache_dir, **only)
 
 
-def _fetch_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer:
-    path = model_path if config.tokenizer is None else _fetch(config, config.tokenizer, tokenizer_only=True)
-    return open_tokenizer(path, config.tokenizer_mode)
+def _open_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer:
+    if config.tokenizer is None:
+        return files.open_tokenizer(config.tokenizer_mode)
+    return open_tokenizer(_fetch(config, config.tokenizer, tokenizer_only=True), config.tokenizer_mode)

@@ -35,9 +35,9 @@ def num_kv_blocks(
 
 def _room(config: EngineConfig, devices: list[jax.Device]) -> float:
     """Bytes of each device that the KV cache may take."""
-    free = free_bytes(devices)
+    free: float | None = free_bytes(devices)
     if free is None:
         raise ConfigError("the devices do not say how much memory is free: set --num_blocks")
     if devices[0].platform == "cpu":
-        return min(free * CPU_SHARE, CPU_CAP / len(devices))
+        free = min(free * CPU_SHARE, CPU_CAP / len(devices))
     return free * config.hbm_utilization_factor

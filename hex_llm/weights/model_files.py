@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hex_llm.errors import ModelError
+from hex_llm.errors import ConfigError, ModelError
 from hex_llm.text.tokenizer import Tokenizer, load_tokenizer
 from hex_llm.weights.checkpoint import Checkpoint
-from hex_llm.weights.gguf import gguf_tokenizer, open_gguf
+from hex_llm.weights.gguf import GGUFFile, gguf_tokenizer, open_gguf
 from hex_llm.weights.safetensors import open_safetensors
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -21,24 +22,33 @@ MAX_CONFIG_BYTES = 4 << 20
 class ModelFiles:
     config: Mapping[str, Any]  # as in Hugging Face's config.json
     checkpoint: Checkpoint | None  # None: only the config was wanted
+    open_tokenizer: Callable[[str], Tokenizer]  # by --tokenizer_mode
 
 
 def open_model(path: Path, *, trust_remote_code: bool = False, config_only: bool = False) -> ModelFiles:
     """Reads configs and headers only; nothing in the folder is ever executed."""
     if is_gguf(path):
         file = open_gguf(path)
-        return ModelFiles(file.config, None if config_only else file.checkpoint)
+        return ModelFiles(file.config, None if config_only else file.checkpoint, partial(_of_gguf, file))
     config = read_config(path)
     if "auto_map" in config and not trust_remote_code:
         raise ModelError(
             "config.json wants its own code to be run (auto_map); hex_llm never runs code from a model: "
             "pass --trust_remote_code to use the built-in architecture instead"
         )
-    return ModelFiles(config, None if config_only else open_safetensors(path))
+    return ModelFiles(config, None if config_only else open_safetensors(path), partial(open_tokenizer, path))
 
 
 def open_tokenizer(path: Path, mode: str = "auto") -> Tokenizer:
-    return gguf_tokenizer(open_gguf(path)) if is_gguf(path) else load_tokenizer(path, mode=mode)
+    return _of_gguf(open_gguf(path), mode) if is_gguf(path) else load_tokenizer(path, mode=mode)
+
+
+def _of_gguf(file: GGUFFile, mode: str) -> Tokenizer:
+    if mode == "slow":
+        raise ConfigError(
+            "--tokenizer_mode=slow needs the file tokenizer.model, which no GGUF file holds; use auto"
+        )
+    return gguf_tokenizer(file)
 
 
 def is_gguf(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hex_llm.errors import ModelError
+from hex_llm.config import EngineConfig
+from hex_llm.errors import ConfigError, ModelError
 from hex_llm.models.families import model_spec
-from hex_llm.weights.model_files import MAX_CONFIG_BYTES, open_model, read_config
+from hex_llm.weights.model_files import MAX_CONFIG_BYTES, open_model, open_tokenizer, read_config
+from hex_llm.weights.source import fetch
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -152,3 +155,11 @@ def test_trust_does_not_make_an_architecture_known(with_code: Path) -> None:
 def test_a_folder_may_be_called_like_a_gguf_file(tmp_path: Path) -> None:
     folder = put(tmp_path / "model.gguf", CONFIG)
     assert open_model(folder, config_only=True).config == CONFIG
+
+
+def test_a_gguf_file_has_no_slow_tokenizer() -> None:
+    path = fetch(None, cache_dir=EngineConfig().cache_dir)
+    for open_one in (partial(open_tokenizer, path), open_model(path, config_only=True).open_tokenizer):
+        assert open_one("auto").encode("hi")
+        with pytest.raises(ConfigError, match=r"--tokenizer_mode=slow needs .*; use auto"):
+            open_one("slow")
