@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hex_llm.types import CompletionOutput, RequestOutput, SamplingParams
+from hex_llm.sampling_params import SamplingParams, StructuredOutputs
+from hex_llm.types import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from hex_llm.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -217,6 +217,12 @@ class EngineConfig:
         switches={"enforce_eager": (False, True)},
     )
     warmup: bool = flag(True, ENGINE, "Compile every shape before the server is ready.")
+    recompile: str = flag(
+        "warn",
+        ENGINE,
+        "When a step has to be compiled after the warm-up: warn, or end its requests with an error.",
+        choices=("warn", "error"),
+    )
     max_prefill_seqs: int = flag(1, ENGINE, "The most sequences prefilled in one step.")
     prefill_seqs_padding: int = flag(8, ENGINE, "The prefill batch is padded to a multiple of this.")
     prefill_len_padding: int = flag(
@@ -246,33 +252,36 @@ class EngineConfig:
         ENGINE,
         "Keep the KV cache of shared prompt prefixes for later requests.",
         aliases=("enable_prefix_caching",),
-        pending="cached prefixes",
     )
     prefix_cache_unit: str = flag(
         "prefill_len_padding",
         ENGINE,
         "What prefix-cache hits are counted in: multiples of prefill_len_padding, or single blocks.",
         choices=("block", "prefill_len_padding"),
-        pending="cached prefixes",
     )
     enable_chunked_prefill: bool = flag(
         False,
         ENGINE,
-        "Run chunks of prompts and decodes in one step; allows longer contexts.",
-        pending="prefill chunks",
+        "Run chunks of prompts and decodes in one step; a long prompt then never holds up the others.",
     )
     max_num_batched_tokens: int | None = flag(
         None,
         ENGINE,
-        "The most tokens in one step of chunked prefill.",
-        unset="chosen by the server",
-        pending="prefill chunks",
+        "The most tokens in one step. Without chunked prefill it limits how many prompts are put together; "
+        "a longer one runs alone.",
+        unset="with chunked prefill, prefill_len_padding and max_decode_seqs together; else no limit",
     )
     async_scheduling: bool = flag(
         True,
         ENGINE,
-        "Prepare the next step while one runs. Steps are not overlapped yet: there is nothing to turn off.",
-        pending="overlapped steps",
+        "Prepare and send off the next step while one runs.",
+    )
+    max_concurrent_requests: int | None = flag(
+        None,
+        ENGINE,
+        "The most sequences running and waiting; more are turned away.",
+        unset="no limit",
+        env=("MAX_CONCURRENT_REQUESTS",),
     )
     batch_mode: str = flag(
         "continuous",
@@ -320,10 +329,23 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        budget = self.max_num_batched_tokens
+        if self.enable_chunked_prefill and budget is not None and budget < self.max_decode_seqs:
+            raise ConfigError(
+                f"--max_num_batched_tokens={budget}: must be at least max_decode_seqs, {self.max_decode_seqs}"
+            )
 
     @property
     def cache_dir(self) -> Path:
         return Path(self.download_dir).expanduser()
+
+    def max_step_tokens(self, max_len: int) -> int:
+        """The most tokens in one step, besides a single prompt that is not cut."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        if self.enable_chunked_prefill:
+            return self.prefill_len_padding + self.max_decode_seqs
+        return self.max_prefill_seqs * max_len
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,14 +369,6 @@ class ServerConfig:
         env=("MODEL_ID",),
     )
     api_key: str | None = flag(None, SERVER, "The key that every request must bear.", secret=True)
-    max_concurrent_requests: int | None = flag(
-        None,
-        SERVER,
-        "The most requests running and waiting; more are turned away.",
-        unset="no limit",
-        env=("MAX_CONCURRENT_REQUESTS",),
-        pending="queue limits",
-    )
     predict_output_format: str = flag(
         "prompt_output",
         SERVER,

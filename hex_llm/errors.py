@@ -4,7 +4,9 @@ HexError
 ├── ConfigError      a flag or environment variable: a wrong value, an unknown name, a bad combination
 ├── ModelError       the model cannot be served: its files, its config, its architecture
 │   └── SourceError  the model cannot be had: the hub, the bucket or the folder refused or broke off
-└── InvalidRequest   a request's own data; it fails that request only
+├── InvalidRequest   a request's own data; it fails that request only
+├── QueueFull        as many requests are waiting as may wait; later there will be room
+└── EngineStopped    the request was not served: the engine failed, or is shutting down
 """
 
 
@@ -35,3 +37,11 @@ class InvalidRequest(HexError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class QueueFull(HexError):
+    pass
+
+
+class EngineStopped(HexError):
+    pass

@@ -1,50 +1,78 @@
-"""The nouns that requests and answers are made of; plain data, no jax.
+"""The nouns that requests, steps and answers are made of; plain data, no jax.
 
 Quantities have one vocabulary throughout the project: `num_*` counts, `max_*` limits, `*_ids` lists of
-token ids; a *block* is the unit of KV memory that the user sees; a *sequence* is one request's tokens.
+token ids; a *block* is the unit of KV memory that the user sees; a *sequence* is one choice of one request;
+a *slot* is where the device remembers a running sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from hex_llm.errors import InvalidRequest
+from hex_llm.sampling_params import SamplingParams
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # an end-of-sequence or stop token
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's length limit
     ABORT = "abort"
     ERROR = "error"
 
 
+# ---- what goes into the engine, and what comes out
+
+
 @dataclass(frozen=True)
-class SamplingParams:
-    """How one request's tokens are chosen. Greedy search only, until the sampler is built."""
+class Request:
+    """One prompt, as the engine takes it."""
 
-    temperature: float = 0.0
-    max_tokens: int | None = 16  # None: up to the model's length limit
-    stop_token_ids: tuple[int, ...] = field(default_factory=tuple)
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0  # lower runs earlier
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
+    bad_word_ids: list[list[int]] = field(default_factory=list)  # params.bad_words as token ids
 
-    def __post_init__(self) -> None:
-        if self.temperature != 0:
-            raise InvalidRequest("temperature: only 0 (greedy) is built yet", "temperature")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
-    @classmethod
-    def from_dict(cls, values: dict[str, object]) -> SamplingParams:
-        """From request fields; a field that is not built is refused by its name."""
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise InvalidRequest(f"{name}: not a sampling parameter that is built yet", name)
-        return cls(**values)  # type: ignore[arg-type]
+class TokenLogprobs(NamedTuple):
+    """Of one position: the token that stands there, and the likeliest, in order."""
+
+    logprob: float
+    rank: int  # 1: the likeliest
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass
+class Update:
+    """What one step brought for one choice of a request. The one with a finish_reason is its last."""
+
+    request_id: str
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each token, if wanted
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on, if wanted
+    num_cached: int = 0  # prompt tokens that the prefix cache held
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the one of params.stop_token_ids that ended it
+    error: str = ""  # what went wrong, with FinishReason.ERROR
+    param: str | None = None  # the field of the request that is at fault, if one is
+
+
+# ---- what the public API returns, under the names that vLLM's users know
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]  # token id -> ...: the chosen token and the likeliest
 
 
 @dataclass
@@ -55,7 +83,11 @@ class CompletionOutput:
     token_ids: list[int]
     text: str = ""
     finish_reason: FinishReason | None = None
-    logprobs: None = None
+    stop_reason: int | str | None = None  # the stop token or stop string; None: the end token, or none
+    cumulative_logprob: float | None = None
+    logprobs: list[Logprobs] | None = None
+    error: str = ""
+    error_param: str | None = None  # the field of the request that caused it, if one did
 
 
 @dataclass
@@ -66,16 +98,27 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt: str | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
     finished: bool = True
 
 
-class Chunk(NamedTuple):
-    """Consecutive tokens of one sequence that a step takes in."""
+# ---- what one step of the model does
 
-    token_ids: tuple[int, ...]
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one sequence that a step takes in; the tokens themselves are in its slot."""
+
+    slot: int
     position: int  # of the first of them
-    blocks: tuple[int, ...]  # the sequence's KV blocks, in order of position
-    span: int  # the length of sequence that rope frequencies are made for
+    num_tokens: int
+    blocks: ListLike[int]  # the sequence's KV blocks, in order of position; maybe more than it reaches
+    span: int  # rope frequencies are made for a sequence of at least this length
+    samples: bool  # the chunk ends with the sequence's last token, so the next one is chosen
+
+    @property
+    def end(self) -> int:
+        return self.position + self.num_tokens
 
 
 class StepPlan(NamedTuple):

@@ -57,24 +57,25 @@ BUILT: dict[str, Any] = {
     "hbm_utilization_factor": 0.45,
     "num_blocks": 128,
     "block_size": 2048,
+    "enable_prefix_cache_hbm": True,
+    "prefix_cache_unit": "block",
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 512,
+    "async_scheduling": False,
+    "recompile": "error",
+    "max_concurrent_requests": 128,
 }
 # The same for every flag that is not, with the feature that the refusal names.
 PENDING = {
     "disagg_topo": ("3,1", "separate prefill and decode workers"),
     "data_parallel_size": ("2", "data-parallel replicas"),
     "worker_distributed_method": ("ray", "Ray workers"),
-    "enable_prefix_cache_hbm": ("true", "cached prefixes"),
-    "prefix_cache_unit": ("block", "cached prefixes"),
-    "enable_chunked_prefill": ("true", "prefill chunks"),
-    "max_num_batched_tokens": ("512", "prefill chunks"),
     "enable_lora": ("true", "per-request adapters"),
     "max_lora_rank": ("32", "per-request adapters"),
     "enable_lora_cache": ("false", "per-request adapters"),
     "max_num_mem_cached_lora": ("8", "per-request adapters"),
     "quantization": ("awq", "quantized weights"),
     "kv_cache_dtype": ("fp8", "other types of the KV cache"),
-    "async_scheduling": ("false", "overlapped steps"),
-    "max_concurrent_requests": ("128", "queue limits"),
 }
 
 
@@ -236,7 +237,10 @@ SHARE = "must be a number above 0 and at most 1"
         ("--warmup=maybe", "--warmup=maybe: must be true or false"),
         ("--use_ray=maybe", "--use_ray=maybe: must be true or false"),
         ("--use_ray", "--use_ray: Ray workers are not built yet"),
-        ("--no-async-scheduling", "--no-async-scheduling: overlapped steps are not built yet"),
+        (
+            "--enable_chunked_prefill --max_num_batched_tokens=8",
+            "--max_num_batched_tokens=8: must be at least max_decode_seqs, 256",
+        ),
         ("--no-warmup=true", "--no-warmup: takes no value"),
         ("--batch_mode=static", "--batch_mode=static: must be one of continuous"),
         ("--load_format=pt", "--load_format=pt: must be auto or dummy: only safetensors"),
@@ -267,7 +271,10 @@ def test_a_wrong_command_line_says_what_is_wrong(argv: str, message: str) -> Non
         ({"PORT": "http"}, "PORT=http: must be a whole number from 0 to 65535"),
         ({"HEX_LLM_LOG_LEVEL": "loud"}, "HEX_LLM_LOG_LEVEL=loud: must be one of DEBUG, INFO,"),
         ({"NUM_SHARD": "0"}, f"NUM_SHARD=0: {WHOLE}"),
-        ({"MAX_CONCURRENT_REQUESTS": "128"}, "MAX_CONCURRENT_REQUESTS: queue limits are not built yet"),
+        (
+            {"MAX_CONCURRENT_REQUESTS": "0"},
+            "MAX_CONCURRENT_REQUESTS=0: must be a whole number from 1 to 2^31-1",
+        ),
     ],
 )
 def test_a_wrong_environment_names_the_variable(environ: dict[str, str], message: str) -> None:

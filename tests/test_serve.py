@@ -1,8 +1,7 @@
-"""The engine's thread with a fake engine, and `hex-llm serve` as a real process."""
+"""`hex-llm serve`: its parts, and as real processes."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
@@ -12,140 +11,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from hex_llm.config import EngineConfig, ServerConfig
-from hex_llm.errors import ConfigError, InvalidRequest, ModelError
+from hex_llm.engine.client import EngineClient
+from hex_llm.errors import ConfigError, ModelError
 from hex_llm.launch import local
-from hex_llm.launch.engine_thread import EngineStopped, EngineThread
-from hex_llm.types import FinishReason, SamplingParams
-from tests.server.fakes import EOS, FakeLLM, byte_tokenizer
+from tests.server.fakes import FAILS_TO_STEP, HANGS, byte_tokenizer, fake_worker, seconds_until_gone
+from tests.tiny import FAMILIES, greedy_tokens
 
 ROOT = Path(__file__).parent.parent
-LONG = SamplingParams(max_tokens=None)
-
-
-# ---- the engine's thread
-
-
-def with_thread(llm: FakeLLM, test: Callable[[EngineThread], Awaitable[None]]) -> None:
-    async def run() -> None:
-        engine = EngineThread(lambda: llm, "fake")
-        assert not engine.ready
-        await engine.start()
-        assert engine.ready
-        try:
-            await asyncio.wait_for(test(engine), 10)
-        finally:
-            llm.engine.may_step.set()
-            assert engine.stop(10)
-
-    asyncio.run(run())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-def test_requests_are_answered_from_one_other_thread() -> None:
-    llm = FakeLLM()
-
-    async def test(engine: EngineThread) -> None:
-        assert (engine.max_len, engine.tokenizer) == (64, llm.tokenizer)
-        outputs = await asyncio.gather(
-            engine.generate([5, 6], LONG), engine.generate([7, 8, 9], SamplingParams(max_tokens=2))
-        )
-        assert [(o.token_ids, o.finish_reason) for o in outputs] == [
-            ([6, 5, EOS], FinishReason.STOP),
-            ([9, 8], FinishReason.LENGTH),
-        ]
-        steps = llm.engine.num_steps
-        await asyncio.sleep(0.05)
-        assert llm.engine.num_steps == steps == 5, "it steps with nothing to do"
-
-    with_thread(llm, test)
-    assert len(llm.engine.threads) == 1
-    assert threading.get_ident() not in llm.engine.threads
-
-
-def test_a_bad_request_fails_alone() -> None:
-    async def test(engine: EngineThread) -> None:
-        good, bad = await asyncio.gather(
-            engine.generate([5], LONG), engine.generate([], LONG), return_exceptions=True
-        )
-        assert isinstance(bad, InvalidRequest)
-        assert good.token_ids == [5, EOS]
-
-    with_thread(FakeLLM(), test)
-
-
-@pytest.mark.parametrize("idle", [False, True])
-def test_a_failing_step_fails_every_request(idle: bool) -> None:
-    llm = FakeLLM()
-    llm.engine.may_step.clear()
-
-    async def test(engine: EngineThread) -> None:
-        requests = [asyncio.create_task(engine.generate([i], LONG)) for i in (5, 6, 7)]
-        await until(lambda: llm.engine.num_steps)
-        llm.engine.idle, llm.engine.error = idle, None if idle else RuntimeError("device lost")
-        llm.engine.may_step.set()
-        for outcome in await asyncio.gather(*requests, return_exceptions=True):
-            assert isinstance(outcome, EngineStopped)
-        assert not engine.ready
-        with pytest.raises(EngineStopped, match="RuntimeError"):
-            await engine.generate([5], LONG)
-
-    with_thread(llm, test)
-
-
-def test_a_cancelled_request_is_dropped_while_it_waits() -> None:
-    llm = FakeLLM()
-    llm.engine.may_step.clear()
-
-    async def test(engine: EngineThread) -> None:
-        first, second, third = (asyncio.create_task(engine.generate([i], LONG)) for i in (5, 6, 7))
-        await until(lambda: llm.engine.num_steps)
-        for gone in (first, second):  # one runs, one waits
-            gone.cancel()
-        await asyncio.sleep(0)
-        llm.engine.may_step.set()
-        assert (await third).token_ids == [7, EOS]
-        assert llm.engine.num_steps == 4  # two for the first, none for the second
-
-    with_thread(llm, test)
-
-
-def test_shutting_down_answers_every_request() -> None:
-    llm = FakeLLM()
-    llm.engine.may_step.clear()
-
-    async def test(engine: EngineThread) -> None:
-        request = asyncio.create_task(engine.generate([5], LONG))
-        await until(lambda: llm.engine.num_steps)
-        engine.fail("the server is shutting down")
-        with pytest.raises(EngineStopped, match="shutting down"):
-            await request
-
-    with_thread(llm, test)
-
-
-def test_a_failure_to_load_is_raised() -> None:
-    def load() -> Any:
-        raise ModelError("no such model")
-
-    engine = EngineThread(load, "fake")
-    with pytest.raises(ModelError, match="no such model"):
-        asyncio.run(engine.start())
-    assert not engine.ready
-    assert engine.stop(10)
 
 
 # ---- launching
@@ -173,42 +56,34 @@ def test_a_wrong_host_is_named(host: str) -> None:
     ],
 )
 def test_the_banner_has_a_line_to_paste(tokenizer: Any, body: dict[str, Any]) -> None:
-    llm = FakeLLM()
-    llm.tokenizer = tokenizer
-
-    async def test(engine: EngineThread) -> None:
-        banner = local.banner(engine, ServerConfig(api_key="secret"), "http://0.0.0.0:7080")
-        assert "http://0.0.0.0:7080\n" in banner
-        assert "fake" in banner
-        assert "secret" not in banner
-        (line,) = re.findall("curl .*", banner)
-        assert line.startswith("curl http://localhost:7080/v1/")
-        assert json.loads(line.split("'")[1]) == body
-
-    with_thread(llm, test)
+    engine = EngineClient(EngineConfig(), "fake")
+    engine.tokenizer = tokenizer
+    banner = local.banner(engine, ServerConfig(api_key="secret"), "http://0.0.0.0:7080")
+    assert "http://0.0.0.0:7080\n" in banner
+    assert "fake" in banner
+    assert "secret" not in banner
+    (line,) = re.findall("curl .*", banner)
+    assert line.startswith("curl http://localhost:7080/v1/")
+    assert json.loads(line.split("'")[1]) == body
 
 
 @pytest.mark.parametrize(
-    ("problem", "message"),
+    ("load", "message"),
     [
-        (ModelError("no such model"), "no such model"),
-        (RuntimeError("a\nb"), "the server failed: RuntimeError: a b"),
+        ("fail(ModelError('no such model'))", "no such model"),
+        ("fail(RuntimeError('a\\nb'))", "the engine failed: RuntimeError: a b"),
+        ("__import__('os').abort()", "the engine's process was killed by SIGABRT"),
     ],
 )
-def test_a_failure_to_load_ends_the_server(
-    problem: Exception, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def load(_: EngineConfig) -> Any:
-        raise problem
+def test_a_failure_to_load_ends_the_server(load: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def client(config: EngineConfig, name: str) -> EngineClient:
+        return EngineClient(config, name, fake_worker(load))
 
-    monkeypatch.setattr(local, "load", load)
+    monkeypatch.setattr(local, "EngineClient", client)
     monkeypatch.setattr(local, "configure_logging", lambda _: None)
-    caplog.set_level(logging.DEBUG, "hex_llm")
     with pytest.raises(ModelError) as caught:
         local.serve(EngineConfig(), ServerConfig(host="127.0.0.1", port=0))
     assert str(caught.value) == message
-    (record,) = (record for record in caplog.records if record.exc_info)
-    assert record.levelno == logging.DEBUG  # the traceback: shown by --verbose_log only
 
 
 # ---- the real process
@@ -223,15 +98,26 @@ def start(*argv: str) -> subprocess.Popen[str]:
     return run([sys.executable, "-m", module, "--host=127.0.0.1", "--no-warmup", *argv])
 
 
-def start_stuck(drain_s: int) -> subprocess.Popen[str]:
-    """A server whose requests are never answered."""
+def start_fake(load: str, drain_s: int = 20) -> subprocess.Popen[str]:
+    """A server whose engine is a fake one, in a real process."""
     script = (
         "from hex_llm.config import *; from hex_llm.launch import local; from tests.server.fakes import *;"
-        "llm = FakeLLM(); llm.engine.may_step.clear(); local.load = lambda _: llm;"
+        "Client = local.EngineClient;"
+        f"local.EngineClient = lambda config, name: Client(config, name, fake_worker({load!r}));"
         f"local.DRAIN_S = {drain_s}; local.STOP_S = 1;"
-        "local.serve(EngineConfig(), ServerConfig(host='127.0.0.1', port=0))"
+        "local.serve(EngineConfig(skip_tokenizer_init=True), ServerConfig(host='127.0.0.1', port=0))"
     )
     return run([sys.executable, "-c", script])
+
+
+def await_ready(process: subprocess.Popen[str], address: str) -> list[psutil.Process]:
+    """Its child processes, which must be gone in the end."""
+    while status_of(address) == 503:
+        time.sleep(0.05)
+        assert process.poll() is None
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    return children
 
 
 @contextmanager
@@ -265,13 +151,14 @@ def test_the_default_model_is_served_and_shut_down() -> None:
             assert process.poll() is None, "".join(lines)
         client = httpx.Client(base_url=address, headers={"authorization": "Bearer sesame"}, timeout=300)
         question = {"role": "user", "content": "What is the capital of France?"}
-        reply = client.post("/v1/chat/completions", json={"messages": [question]}).json()
+        body = {"messages": [question], "temperature": 0}
+        reply = client.post("/v1/chat/completions", json=body).json()
         assert reply["choices"][0]["message"]["content"] == "The capital of France is Paris."
         assert reply["choices"][0]["finish_reason"] == "stop"
         assert reply["usage"]["completion_tokens"] == 8
 
         with ThreadPoolExecutor() as pool:
-            body = {"prompt": "Once upon a time", "max_tokens": 32, "ignore_eos": True}
+            body = {"prompt": "Once upon a time", "max_tokens": 32, "ignore_eos": True, "temperature": 0}
             late = pool.submit(client.post, "/v1/completions", json=body)
             time.sleep(1)  # it has come in by then, and is answered all the same
             process.send_signal(signal.SIGTERM)
@@ -294,17 +181,107 @@ def test_a_server_that_loads_can_be_shut_down(stop: signal.Signals) -> None:
 
 @pytest.mark.parametrize(("drain_s", "num_signals"), [(1, 1), (60, 2)])
 def test_requests_are_not_waited_for_for_ever(drain_s: int, num_signals: int) -> None:
-    process = start_stuck(drain_s)
+    process = start_fake("FakeEngine()", drain_s)
     with serving(process) as (address, lines):
-        while status_of(address) == 503:
-            time.sleep(0.1)
+        children = await_ready(process, address)
         with ThreadPoolExecutor() as pool:
-            asked = pool.submit(httpx.post, f"{address}/v1/completions", json={"prompt": "a"}, timeout=60)
+            body = {"prompt": [HANGS], "max_tokens": 5}
+            asked = pool.submit(httpx.post, f"{address}/v1/completions", json=body, timeout=60)
             for _ in range(num_signals):
                 time.sleep(1)
                 process.send_signal(signal.SIGTERM)
             assert (asked.result().status_code, process.wait(30)) == (503, 0)
+        seconds_until_gone(children)
     assert "Traceback" not in "".join(lines)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_running_requests_are_finished_when_all_processes_get_the_signal(sign: signal.Signals) -> None:
+    """As a terminal and a supervisor send them."""
+    process = start_fake("FakeEngine(step_s=0.02)")
+    with serving(process) as (address, lines):
+        children = await_ready(process, address)
+        with ThreadPoolExecutor() as pool:
+            body = {"prompt": [5], "max_tokens": 100, "ignore_eos": True}
+            asked = [pool.submit(post, address, body) for _ in range(5)]
+            time.sleep(1)
+            for child in children:
+                child.send_signal(sign)
+            process.send_signal(sign)
+            for one in asked:
+                assert one.result().json()["usage"]["completion_tokens"] == 100
+        assert process.wait(10) == 0
+        seconds_until_gone(children)
+    assert "Traceback" not in "".join(lines)
+
+
+def post(address: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+
+
+@pytest.mark.parametrize("fault", ["killed", "step"])
+def test_the_engines_death_is_told_to_everyone(fault: str) -> None:
+    process = start_fake("FakeEngine(step_s=0.01)")
+    with serving(process) as (address, _):
+        (worker,) = await_ready(process, address)
+        with ThreadPoolExecutor() as pool:
+            body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True}
+            asked = [pool.submit(post, address, body) for _ in range(5)]
+            time.sleep(0.5)
+            started = time.monotonic()
+            if fault == "killed":
+                worker.kill()
+            else:
+                asked.append(pool.submit(post, address, {"prompt": [FAILS_TO_STEP]}))
+            replies = [one.result() for one in asked]
+        assert time.monotonic() - started < 2
+        assert {reply.status_code for reply in replies} == {503}
+        assert not any("0x7f" in reply.text for reply in replies)
+        assert status_of(address) == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_a_killed_server_takes_its_engine_along() -> None:
+    process = start_fake("FakeEngine(step_s=0.01)")
+    with serving(process) as (address, _):
+        children = await_ready(process, address)
+        process.kill()
+        assert seconds_until_gone(children) < 2
+
+
+def test_a_client_that_leaves_frees_the_engine(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    process = start_fake(f"FakeEngine(Path({str(journal)!r}), step_s=0.01)")
+    with serving(process) as (address, _):
+        await_ready(process, address)
+        body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{address}/v1/completions", json=body, timeout=0.5)
+        while "idle" not in journal.read_text():
+            time.sleep(0.01)
+        assert journal.read_text().split() == ["add", "abort", "idle"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_a_tiny_model_is_served(tmp_path: Path) -> None:
+    """All of it: two real processes, a real model, judged by transformers' greedy search."""
+    tiny = next(one for one in FAMILIES if one.name == "llama3")
+    model = tiny.save(tmp_path)
+    process = start("--port=0", f"--model={tmp_path}", "--skip_tokenizer_init", "--num_blocks=64")
+    with serving(process) as (address, lines):
+        await_ready(process, address)
+        prompts = [tiny.prompt(seed) for seed in range(4)]
+        body = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+        reply = post(address, body).json()
+        expected = [greedy_tokens(model, prompt, 12) for prompt in prompts]
+        assert [choice["token_ids"] for choice in reply["choices"]] == expected, "".join(lines)
+        for choice in reply["choices"]:
+            assert len(choice["logprobs"]["token_logprobs"]) == 12
+            assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [2] * 12
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 def test_a_missing_model_ends_the_process_with_one_line(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """From a StepPlan to one padded int32 array, and back to fields inside the compiled step.
 
-The shapes that can occur are a closed set, drawn from the padding flags alone.
+The shapes that can occur are a closed set, drawn from the flags alone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import numpy.typing as npt
 
 from hex_llm.config import EngineConfig
 from hex_llm.kernels.attention import Batch
-from hex_llm.types import StepPlan
+from hex_llm.types import Chunk, StepPlan
 
 Ints = npt.NDArray[np.int32]
 
-PER_TOKEN = 5  # numbers: its id, position, span, sequence and slot
+PER_TOKEN = 4  # numbers: its position, span, row and KV slot
+PER_ROW = 3  # numbers besides the block table: its last token, its slot, and where the choice is written
 MIN_PREFILL_TOKENS = 16  # fewer cost as much, so they share this shape
+MIXED_STEP = 4  # sizes of steps that decode and prefill are powers of it: two sizes multiply
 
 
 class StepShape(NamedTuple):
@@ -38,15 +40,21 @@ class StepShape(NamedTuple):
         return self.num_decodes + self.num_prefills
 
     @property
+    def num_choices(self) -> int:
+        """Rows that tokens are chosen for: the next power of two, so that few programs do it."""
+        return 1 << (self.num_rows - 1).bit_length()
+
+    @property
     def packed_size(self) -> int:
-        return PER_TOKEN * self.num_tokens + self.num_rows * (self.num_blocks + 1)
+        return PER_TOKEN * self.num_tokens + self.num_rows * (self.num_blocks + PER_ROW)
 
 
 class StepInputs(NamedTuple):
-    token_ids: jax.Array  # [T]
     spans: jax.Array  # [T]
     batch: Batch
-    last_tokens: jax.Array  # [rows] the token of each row whose logits are wanted
+    last_tokens: jax.Array  # [R] the token of each row whose logits are wanted
+    slots: jax.Array  # [R] where the row's sequence is remembered
+    chosen_slots: jax.Array  # [R] the same, or padding's if the row does not choose a token
 
 
 class Paddings:
@@ -55,44 +63,52 @@ class Paddings:
     def __init__(self, config: EngineConfig, max_len: int) -> None:
         self.config = config
         self.max_len = max_len
+        most = config.max_prefill_seqs * max_len
+        budget = min(config.max_step_tokens(max_len), most)
+        self.max_prefill_tokens = budget if config.enable_chunked_prefill else max(budget, max_len)
 
     def shape(self, plan: StepPlan) -> StepShape:
+        num_tokens = sum(chunk.num_tokens for chunk in plan.prefills)
+        if plan.decodes and plan.prefills:
+            return self._mixed_shape(len(plan.decodes), len(plan.prefills), num_tokens)
         if plan.prefills:
-            return self._prefill_shape(
-                len(plan.prefills), sum(len(chunk.token_ids) for chunk in plan.prefills)
-            )
-        return self._decode_shape(len(plan.decodes), max(len(chunk.blocks) for chunk in plan.decodes))
+            return self._prefill_shape(len(plan.prefills), num_tokens)
+        return self._decode_shape(len(plan.decodes), max(self._blocks(chunk.end) for chunk in plan.decodes))
 
     def all_shapes(self) -> list[StepShape]:
         """Every shape that `shape` can give."""
         c = self.config
-        decodes = {
-            self._decode_shape(n, b)
-            for n in _sizes(c.max_decode_seqs, c.decode_seqs_padding)
-            for b in _sizes(self._blocks(self.max_len), c.decode_blocks_padding)
-        }
-        prefills = {
-            self._prefill_shape(n, t)
-            for n in _sizes(c.max_prefill_seqs, c.prefill_seqs_padding)
-            for t in _sizes(c.max_prefill_seqs * self.max_len, c.prefill_len_padding)
-        }
-        return sorted(decodes | prefills)
+        seqs, prefill_seqs = _sizes(c.max_decode_seqs, c.decode_seqs_padding), self._prefill_seqs()
+        widths = _sizes(self._blocks(self.max_len), c.decode_blocks_padding)
+        tokens = _sizes(self.max_prefill_tokens, c.prefill_len_padding)
+        shapes = {self._decode_shape(n, b) for n in seqs for b in widths}
+        shapes |= {self._prefill_shape(n, t) for n in prefill_seqs for t in tokens}
+        if c.enable_chunked_prefill:
+            shapes |= {self._mixed_shape(n, p, t) for n in seqs for p in prefill_seqs for t in tokens}
+        return sorted(shapes)
 
     def _decode_shape(self, num_seqs: int, num_blocks: int) -> StepShape:
         c = self.config
         seqs = min(padded(num_seqs, c.decode_seqs_padding), c.max_decode_seqs)
-        return StepShape(seqs, 0, 0, self._width(num_blocks))
+        # Attention follows the tokens that are there, so a wide table costs only its own transfer.
+        width = min(_up(num_blocks, c.decode_blocks_padding), self._blocks(self.max_len))
+        return StepShape(seqs, 0, 0, width)
 
     def _prefill_shape(self, num_seqs: int, num_tokens: int) -> StepShape:
-        """A prompt starts at position 0, so its tokens alone say how many blocks they reach."""
         c = self.config
         tokens = padded(max(num_tokens, MIN_PREFILL_TOKENS), c.prefill_len_padding)
         seqs = min(padded(num_seqs, c.prefill_seqs_padding), c.max_prefill_seqs)
-        return StepShape(0, seqs, tokens, self._width(self._blocks(tokens)))
+        return StepShape(0, seqs, tokens, self._blocks(self.max_len))
 
-    def _width(self, num_blocks: int) -> int:
-        """Attention follows the tokens that are there, so a wide table costs only its own transfer."""
-        return min(_up(num_blocks, self.config.decode_blocks_padding), self._blocks(self.max_len))
+    def _mixed_shape(self, num_decodes: int, num_prefills: int, num_tokens: int) -> StepShape:
+        c = self.config
+        seqs = min(_power(num_decodes), c.max_decode_seqs)
+        largest = self._prefill_shape(num_prefills, self.max_prefill_tokens)
+        tokens = min(max(_power(num_tokens), MIN_PREFILL_TOKENS), largest.num_prefill_tokens)
+        return largest._replace(num_decodes=seqs, num_prefill_tokens=tokens)
+
+    def _prefill_seqs(self) -> set[int]:
+        return _sizes(self.config.max_prefill_seqs, self.config.prefill_seqs_padding)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
@@ -113,37 +129,57 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def _power(n: int) -> int:
+    """The next power of MIXED_STEP."""
+    power = 1
+    while power < n:
+        power *= MIXED_STEP
+    return power
+
+
 def pack(plan: StepPlan, shape: StepShape, block_size: int) -> Ints:
-    """Padding is zeros: it writes to block 0, and what it computes is not read."""
+    """Padding is zeros: it writes to block 0 and slot 0, and what it computes is not read."""
     packed = np.zeros(shape.packed_size, np.int32)
-    token_ids, positions, spans, sequences, slots, tables, last_tokens = _fields(packed, shape)
-    first = len(plan.decodes)
-    rows = [*range(first), *range(shape.num_decodes, shape.num_decodes + len(plan.prefills))]
-    end = 0
-    for i, (row, chunk) in enumerate(zip(rows, plan.chunks, strict=True)):
-        start = shape.num_decodes if i == first else end
-        end = start + len(chunk.token_ids)
-        places = np.arange(chunk.position, chunk.position + len(chunk.token_ids))
-        tables[row, : len(chunk.blocks)] = chunk.blocks
-        token_ids[start:end] = chunk.token_ids
-        positions[start:end] = places
-        spans[start:end] = chunk.span
-        sequences[start:end] = row
-        slots[start:end] = tables[row, places // block_size] * block_size + places % block_size
-        last_tokens[row] = end - 1
+    fields = _fields(packed, shape)
+    for row, chunk in enumerate(plan.decodes):
+        _pack_chunk(fields, row, row, chunk, block_size)
+    start = shape.num_decodes
+    for row, chunk in enumerate(plan.prefills, shape.num_decodes):
+        _pack_chunk(fields, row, start, chunk, block_size)
+        start += chunk.num_tokens
     return packed
 
 
+def _pack_chunk(fields: tuple[Any, ...], row: int, start: int, chunk: Chunk, block_size: int) -> None:
+    positions, spans, rows, kv_slots, tables, last_tokens, slots, chosen_slots = fields
+    end = start + chunk.num_tokens
+    reached = -(-chunk.end // block_size)
+    tables[row, :reached] = chunk.blocks[:reached]
+    if chunk.num_tokens == 1:  # most are, and plain numbers are several times faster than arrays
+        place = chunk.position
+        positions[start], spans[start], rows[start] = place, max(chunk.span, place + 1), row
+        kv_slots[start] = chunk.blocks[place // block_size] * block_size + place % block_size
+    else:
+        places = np.arange(chunk.position, chunk.end)
+        positions[start:end] = places
+        spans[start:end] = np.maximum(chunk.span, places + 1)
+        rows[start:end] = row
+        kv_slots[start:end] = tables[row, places // block_size] * block_size + places % block_size
+    last_tokens[row], slots[row] = end - 1, chunk.slot
+    chosen_slots[row] = chunk.slot if chunk.samples else 0
+
+
 def unpack(packed: jax.Array, shape: StepShape) -> StepInputs:
-    token_ids, positions, spans, sequences, slots, tables, last_tokens = _fields(packed, shape)
-    batch = Batch(positions, sequences, slots, tables[: shape.num_decodes], tables[shape.num_decodes :])
-    return StepInputs(token_ids, spans, batch, last_tokens)
+    positions, spans, rows, kv_slots, tables, last_tokens, slots, chosen_slots = _fields(packed, shape)
+    batch = Batch(positions, rows, kv_slots, tables[: shape.num_decodes], tables[shape.num_decodes :])
+    return StepInputs(spans, batch, last_tokens, slots, chosen_slots)
 
 
 def _fields(packed: Any, shape: StepShape) -> tuple[Any, ...]:
     """Views of the packed array, on the host and in the compiled step alike."""
-    tokens, rows, width = shape.num_tokens, shape.num_rows, shape.num_blocks
-    per_token = [packed[i * tokens : (i + 1) * tokens] for i in range(PER_TOKEN)]
-    tables_start, tables_end = PER_TOKEN * tokens, PER_TOKEN * tokens + rows * width
-    tables = packed[tables_start:tables_end].reshape(rows, width)
-    return (*per_token, tables, packed[tables_end:])
+    tokens, rows = shape.num_tokens, shape.num_rows
+    sizes = [tokens] * PER_TOKEN + [rows * shape.num_blocks] + [rows] * PER_ROW
+    ends = np.cumsum(sizes).tolist()
+    views = [packed[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    views[PER_TOKEN] = views[PER_TOKEN].reshape(rows, shape.num_blocks)
+    return tuple(views)

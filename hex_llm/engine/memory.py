@@ -1,7 +1,10 @@
-"""How many KV blocks fit."""
+"""Where the memory of a device goes, and how many KV blocks fit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -41,3 +44,74 @@ def _room(config: EngineConfig, devices: list[jax.Device]) -> float:
     if devices[0].platform == "cpu":
         free = min(free * CPU_SHARE, CPU_CAP / len(devices))
     return free * config.hbm_utilization_factor
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """Bytes on each device."""
+
+    weights: int
+    kv: int
+    temporaries: int | None  # None: nothing is compiled yet
+    free: int | None  # None: the device does not say
+    num_blocks: int  # that sequences may hold
+    block_size: int
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "KV cache": self.kv,
+            "temporaries": self.temporaries,
+            "free": self.free,
+        }
+        sizes = ", ".join(f"{name} {_size(n)}" for name, n in parts.items() if n is not None)
+        tokens = self.num_blocks * self.block_size
+        return f"memory: {sizes}; {self.num_blocks:,} blocks of {self.block_size}: {tokens:,} tokens fit"
+
+
+def account(
+    weights: Any,
+    pages: Any,
+    temporaries: int | None,
+    devices: list[jax.Device],
+    num_blocks: int,
+    block_size: int,
+) -> MemoryAccount:
+    free = free_bytes(devices)
+    return MemoryAccount(
+        _bytes_on(devices[0], weights),
+        _bytes_on(devices[0], pages),
+        temporaries,
+        free,
+        num_blocks - 1,
+        block_size,
+    )
+
+
+@contextmanager
+def explained(config: EngineConfig, what: str, known: str) -> Iterator[None]:
+    """Running out of device memory becomes an error with the account (`known`) and the one flag to change."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        change = (
+            f"--hbm_utilization_factor={config.hbm_utilization_factor}"
+            if config.num_blocks is None
+            else f"--num_blocks={config.num_blocks}"
+        )
+        raise ConfigError(f"{change}: out of device memory while {what}; lower it ({known})") from error
+
+
+def _bytes_on(device: jax.Device, arrays: Any) -> int:
+    return sum(
+        shard.data.nbytes
+        for array in jax.tree.leaves(arrays)
+        for shard in array.addressable_shards
+        if shard.device == device
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,13 +1,18 @@
-"""The compiled step: packed metadata in, chosen token ids out. Owns the weights and the KV pages."""
+"""Runs steps: owns the weights, the KV pages, the slots, and the compiled programs.
+
+Everything that runs on the devices is compiled ahead of time for a closed set of shapes. A step that is sent
+off (`dispatch`) runs while the host goes on; `read` waits for it.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +21,56 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from hex_llm.engine.batch import Ints, Paddings, StepShape, pack, unpack
+from hex_llm.engine import programs
+from hex_llm.engine.batch import Ints, Paddings, StepShape, pack
+from hex_llm.engine.programs import Pages
+from hex_llm.engine.results import unpack_logprobs
+from hex_llm.engine.slots import SlotLayout
+from hex_llm.errors import HexError
 from hex_llm.kernels import reference
-from hex_llm.kernels.attention import PagedAttention
-from hex_llm.models import decoder
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, TP
-from hex_llm.types import StepPlan
+from hex_llm.types import StepPlan, TokenLogprobs
 from hex_llm.weights.source import private_folder
 
-Pages = list[jax.Array]
-Step = Callable[[Weights, Pages, Ints], tuple[jax.Array, Pages]]
+log = logging.getLogger(__name__)
+
+Program = Callable[..., Any]
+PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
+
+
+class Choose(NamedTuple):
+    """The choice of tokens for so many rows."""
+
+    num_rows: int
+
+
+class Write(NamedTuple):
+    """A write to so many slots: their whole rows, or which tokens may come next."""
+
+    columns: Literal["all", "allowed"]
+    num_rows: int
+
+
+class PromptLogprobs(NamedTuple):
+    num_rows: int
+
+
+Key = StepShape | Choose | Write | PromptLogprobs
+
+
+class CompiledLate(HexError):
+    """A program would have to be compiled after the warm-up, and --recompile=error forbids it."""
+
+
+class InFlight(NamedTuple):
+    """A step that was sent off."""
+
+    plan: StepPlan
+    shape: StepShape
+    choices: jax.Array
+    hidden: jax.Array | None
 
 
 class Runner:
@@ -39,68 +82,177 @@ class Runner:
         paddings: Paddings,
         num_blocks: int,
         dtype: np.dtype[Any],
-        enable_jit: bool = True,
     ) -> None:
-        self.spec = spec
-        self.weights = weights
-        self.mesh = mesh
-        self.paddings = paddings
-        self.block_size = paddings.config.block_size
-        self.pages = allocate_pages(spec, mesh, num_blocks, self.block_size, dtype)
-        self.enable_jit = enable_jit
+        config = paddings.config
+        self.spec, self.weights, self.mesh, self.dtype = spec, weights, mesh, dtype
+        self.paddings, self.config = paddings, config
+        self.pages = allocate_pages(spec, mesh, num_blocks, config.block_size, dtype)
+        self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
+        self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
+        self.num_late_compiles = 0
+        self._is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
-        self.precision = "highest" if dtype == np.float32 else "default"
-        self._plain_step = partial(_step, spec=spec, attend=split_by_head(reference.paged_attention, mesh))
-        self._step = jax.jit(self._plain_step, static_argnames=("shape",), donate_argnames=("pages",))
-        self._compiled: dict[StepShape, Step] = {}
+        self._precision = "highest" if dtype == np.float32 else "default"
+        self._attend = programs.split_by_head(reference.paged_attention, mesh)
+        self._programs: dict[Key, Program] = {}
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """One step; the token chosen for each row of the plan, in order."""
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Sends a step off."""
         shape = self.paddings.shape(plan)
-        step = self._compiled.get(shape) or self._prepare(shape)
-        ids, self.pages = step(self.weights, self.pages, pack(plan, shape, self.block_size))
-        chosen = np.asarray(ids).tolist()
-        prefilled = chosen[shape.num_decodes :][: len(plan.prefills)]
-        return chosen[: len(plan.decodes)] + prefilled
+        step, choose = self._program(shape), self._program(Choose(shape.num_choices))
+        packed = pack(plan, shape, self.config.block_size)
+        logits, rows, hidden, self.pages = step(self.weights, self.pages, self.slots, packed)
+        choices, self.slots = choose(self.slots, logits, rows)
+        choices.copy_to_host_async()
+        return InFlight(plan, shape, choices, hidden)
+
+    def read(self, step: InFlight) -> Ints:
+        """Waits for a step; one row (results.py) for each of the plan's."""
+        choices, first = np.asarray(step.choices), step.shape.num_decodes
+        return np.concatenate(
+            [choices[: len(step.plan.decodes)], choices[first : first + len(step.plan.prefills)]]
+        )
+
+    def prompt_logprobs(self, step: InFlight, row: int, following: Ints, num_top: int) -> list[TokenLogprobs]:
+        """Of the tokens that follow the first tokens of a step's prefill. Rare, so the host hands pieces of
+        one size to one program instead of every step carrying the work along."""
+        chunks = step.plan.prefills[: row - len(step.plan.decodes)]
+        start = sum(chunk.num_tokens for chunk in chunks)
+        hidden = np.asarray(step.hidden)[start : start + len(following)]
+        program, found = self._program(PromptLogprobs(PROMPT_ROWS)), []
+        for i in range(0, len(following), PROMPT_ROWS):
+            part = [_padded(x[i : i + PROMPT_ROWS], PROMPT_ROWS) for x in (hidden, following)]
+            found.append(np.asarray(program(self.weights, *part))[: len(following) - i])
+        return [unpack_logprobs(one, num_top) for piece in found for one in piece]
+
+    def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
+        """Whole rows of slots, before the next step."""
+        self._write("all", records)
+
+    def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
+        """Which tokens may come next in some slots."""
+        self._write("allowed", words)
 
     def warm_up(self, progress: bool = False) -> None:
-        """Compiles every shape that a step can have."""
-        shapes = self.paddings.all_shapes()
+        """Compiles every program that can be needed; on accelerators, also runs each step once."""
+        keys = self.all_programs()
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
-            list(tqdm(compilers.map(self._prepare, shapes), "Compiling", len(shapes), disable=not progress))
+            list(tqdm(compilers.map(self._program, keys), "Compiling", len(keys), disable=not progress))
+        if self.mesh.devices.flat[0].platform != "cpu":
+            self._run_all()
+        self._is_warm = True
 
-    def _prepare(self, shape: StepShape) -> Step:
-        self._compiled[shape] = step = self._compile(shape) if self.enable_jit else self._op_by_op(shape)
-        return step
+    def all_programs(self) -> list[Key]:
+        """The large ones first, so that no thread is left with one at the end."""
+        shapes = self.paddings.all_shapes()
+        most = self.config.max_decode_seqs
+        sizes = sorted({_write_size(n, most) for n in range(1, most + 1)})
+        small: list[Key] = [Choose(n) for n in sorted({shape.num_choices for shape in shapes})]
+        small += [Write("all", n) for n in sizes] + [Write("allowed", n) for n in sizes]
+        return [*reversed(shapes), *small, PromptLogprobs(PROMPT_ROWS)]
 
-    def _compile(self, shape: StepShape) -> Step:
-        packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32)
-        with jax.default_matmul_precision(self.precision):
-            return self._step.lower(self.weights, self.pages, packed, shape=shape).compile()
+    def temporary_bytes(self) -> int:
+        """What the largest program that was compiled needs besides weights, pages and slots."""
+        known = [p.memory_analysis() for p in self._programs.values() if hasattr(p, "memory_analysis")]
+        return max(
+            (m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in known if m),
+            default=0,
+        )
 
-    def _op_by_op(self, shape: StepShape) -> Step:
-        def step(weights: Weights, pages: Pages, packed: Ints) -> tuple[jax.Array, Pages]:
-            with jax.disable_jit(), jax.default_matmul_precision(self.precision):
-                return self._plain_step(weights, pages, jnp.asarray(packed), shape=shape)
+    # ---- programs
 
-        return step
+    def _program(self, key: Key) -> Program:
+        if key in self._programs:
+            return self._programs[key]
+        if self._is_warm and self.config.enable_jit:
+            self.num_late_compiles += 1
+            if self.config.recompile == "error":
+                raise CompiledLate(f"{key} was not compiled at the start, and --recompile=error")
+            log.warning("compiling %s after the warm-up", key)
+        self._programs[key] = program = self._compile(key) if self.config.enable_jit else self._op_by_op(key)
+        return program
+
+    def _compile(self, key: Key) -> Any:
+        function, arguments, donated, placed = self._described(key)
+        with jax.default_matmul_precision(self._precision):
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=placed)
+            return jitted.lower(*arguments).compile()
+
+    def _op_by_op(self, key: Key) -> Program:
+        function, _, _, _ = self._described(key)
+
+        def run(*arguments: Any) -> Any:
+            with jax.disable_jit(), jax.default_matmul_precision(self._precision):
+                return function(*jax.tree.map(jnp.asarray, arguments))
+
+        return run
+
+    def _described(self, key: Key) -> tuple[Program, tuple[Any, ...], tuple[int, ...], Any]:
+        """A program: its function, its arguments, those that it may reuse, and where its results lie."""
+        whole, layout = NamedSharding(self.mesh, P()), self.layout
+        pages = [NamedSharding(self.mesh, PAGES)] * len(self.pages)
+        match key:
+            case StepShape():
+                function = partial(
+                    programs.forward, shape=key, spec=self.spec, layout=layout, attend=self._attend
+                )
+                arguments = (self.weights, self.pages, self.slots, _ints(key.packed_size))
+                hidden = whole if key.num_prefills else None
+                return function, arguments, (1,), (self._logits_lie(), whole, hidden, pages)
+            case Choose(num_rows):
+                logits = jax.ShapeDtypeStruct(
+                    (num_rows, self.spec.vocab_size), jnp.float32, sharding=self._logits_lie()
+                )
+                choose = partial(programs.choose_tokens, layout=layout)
+                return choose, (self.slots, logits, _ints(3, num_rows)), (0,), whole
+            case Write(columns, num_rows):
+                part = slice(0, layout.width) if columns == "all" else layout.allowed
+                write = partial(programs.write_rows, first_column=part.start)
+                values = _ints(num_rows, part.stop - part.start)
+                return write, (self.slots, _ints(num_rows), values), (0,), whole
+            case PromptLogprobs(num_rows):
+                hidden_rows = jax.ShapeDtypeStruct((num_rows, self.spec.hidden_size), self.dtype)
+                logprobs = partial(programs.prompt_logprobs, spec=self.spec)
+                return logprobs, (self.weights, hidden_rows, _ints(num_rows)), (), whole
+
+    def _logits_lie(self) -> NamedSharding:
+        splits = self.spec.vocab_size % self.mesh.size == 0
+        return NamedSharding(self.mesh, P(None, TP) if splits else P())
+
+    def _write(self, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> None:
+        if not rows:
+            return
+        num_rows = _write_size(len(rows), self.config.max_decode_seqs)
+        # What is left over repeats the first: a write of the same to the same place.
+        padded = [*rows, *[rows[0]] * (num_rows - len(rows))]
+        which = np.array([slot for slot, _ in padded], np.int32)
+        self.slots = self._program(Write(columns, num_rows))(
+            self.slots, which, np.stack([values for _, values in padded])
+        )
+
+    def _run_all(self) -> None:
+        """Loads every program onto the devices and proves that its memory is there; padding alone runs."""
+        for shape in self.paddings.all_shapes():
+            packed = np.zeros(shape.packed_size, np.int32)
+            logits, rows, _, self.pages = self._program(shape)(self.weights, self.pages, self.slots, packed)
+            _, self.slots = self._program(Choose(shape.num_choices))(self.slots, logits, rows)
+        jax.block_until_ready(self.slots)
 
 
-def _step(
-    weights: Weights,
-    pages: Pages,
-    packed: jax.Array,
-    *,
-    shape: StepShape,
-    spec: ModelSpec,
-    attend: PagedAttention,
-) -> tuple[jax.Array, Pages]:
-    inputs = unpack(packed, shape)
-    hidden, pages = decoder.forward(
-        spec, weights, inputs.token_ids, inputs.spans, pages, inputs.batch, attend
-    )
-    scores = decoder.logits(spec, weights, hidden[inputs.last_tokens])
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32), pages
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _padded(rows: Any, num_rows: int) -> Any:
+    return np.pad(rows, [(0, num_rows - len(rows))] + [(0, 0)] * (rows.ndim - 1))
+
+
+def _write_size(num_rows: int, most: int) -> int:
+    """Of a write to several slots at once: 1, 8, 64, ... or all."""
+    size = 1
+    while size < num_rows:
+        size *= 8
+    return min(size, most)
 
 
 def keep_compiled(cache_dir: Path) -> None:
@@ -115,23 +267,3 @@ def allocate_pages(
     shape = (num_blocks, block_size, spec.num_kv_heads, 2, spec.head_dim)
     zeros = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=NamedSharding(mesh, PAGES))
     return [zeros() for _ in spec.layers]
-
-
-def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:
-    """Each device attends with its own KV heads; nothing is exchanged."""
-    if mesh.size == 1:
-        return attend
-    q, kv, whole = P(None, TP, None, None), P(None, TP, None), P()
-
-    def split(*arrays: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
-        local = jax.shard_map(
-            partial(attend, **options),
-            mesh=mesh,
-            in_specs=(q, kv, kv, PAGES, whole),
-            out_specs=(q, PAGES),
-            check_vma=False,
-        )
-        out: tuple[jax.Array, jax.Array] = local(*arrays)
-        return out
-
-    return split

@@ -1,4 +1,4 @@
-"""`hex-llm serve` on one host: the engine's thread and the HTTP server in one process.
+"""`hex-llm serve` on one host: the HTTP server in this process, the engine in one of its own.
 
 The port is bound before anything else and answers 503 while the model is loaded. SIGTERM and SIGINT let
 running requests finish; a second signal does not wait for them.
@@ -10,21 +10,16 @@ import asyncio
 import logging
 import os
 import socket
-import sys
-from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
 
 from hex_llm.config import EngineConfig, ServerConfig
+from hex_llm.engine.client import EngineClient
+from hex_llm.engine.worker import log_from
 from hex_llm.errors import ConfigError, HexError, ModelError
-from hex_llm.launch.engine_thread import EngineThread
 from hex_llm.server.app import create_app
-
-if TYPE_CHECKING:
-    from hex_llm.engine.llm import LLM
-    from hex_llm.text.tokenizer import Tokenizer
+from hex_llm.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +34,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     configure_logging(server_config)
     listener = bind(server_config.host, server_config.port)
     name = server_config.served_model_name or engine_config.model or DEFAULT_MODEL_NAME
-    engine = EngineThread(partial(load, engine_config), name)
+    engine = EngineClient(engine_config, name)
     try:
         asyncio.run(run(engine, server_config, listener))
     except Exception as error:
@@ -48,20 +43,11 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
             raise
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"the server failed: {type(error).__name__}: {reason}") from error
-    if not engine.stop(STOP_S):
-        # It is loading or compiling. Python cannot end such a thread, and its own exit might crash in it.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
 
 def configure_logging(config: ServerConfig) -> None:
-    """Our own messages at the wished level; of others' only warnings: they may write addresses with keys."""
     level = logging.getLevelNamesMapping()[config.log_level] or 1  # 0, NOTSET, would be the parent's level
-    logging.basicConfig(
-        level=max(level, logging.WARNING), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("hex_llm").setLevel(logging.DEBUG if config.verbose_log else level)
+    log_from(logging.DEBUG if config.verbose_log else level)
     logging.getLogger("uvicorn").setLevel(level)
 
 
@@ -79,26 +65,23 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host={host} --port={port}: cannot listen there: {reason}") from error
 
 
-def load(config: EngineConfig) -> LLM:
-    # Imported here, in the engine's thread: jax takes seconds, and by then the port must be bound.
-    from hex_llm.engine.llm import LLM
-
-    return LLM(**vars(config))
-
-
-async def run(engine: EngineThread, config: ServerConfig, listener: socket.socket) -> None:
+async def run(engine: EngineClient, config: ServerConfig, listener: socket.socket) -> None:
     """Serves until a signal comes or loading fails, which raises its error."""
     server = Server(engine, config)
     log.info("listening on %s, loading %s", address_of(listener), engine.model_name)
     loading = asyncio.create_task(start(engine, server, config, listener))
-    await server.serve(sockets=[listener])
-    if loading.done():
-        loading.result()
-    loading.cancel()
+    try:
+        await server.serve(sockets=[listener])
+        if loading.done():
+            loading.result()
+    finally:
+        loading.cancel()
+        await asyncio.wait([loading])
+        await engine.stop(STOP_S)
 
 
 async def start(
-    engine: EngineThread, server: uvicorn.Server, config: ServerConfig, listener: socket.socket
+    engine: EngineClient, server: uvicorn.Server, config: ServerConfig, listener: socket.socket
 ) -> None:
     address = address_of(listener)
     try:
@@ -110,7 +93,7 @@ async def start(
 
 
 class Server(uvicorn.Server):
-    def __init__(self, engine: EngineThread, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self.engine = engine
         super().__init__(
             uvicorn.Config(
@@ -142,7 +125,7 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def banner(engine: EngineThread, config: ServerConfig, address: str) -> str:
+def banner(engine: EngineClient, config: ServerConfig, address: str) -> str:
     """Where the server is, what it serves, and a line to paste; the key itself is not shown."""
     url = address.replace("//0.0.0.0:", "//localhost:").replace("[::]", "localhost")
     key = "" if config.api_key is None else ' -H "Authorization: Bearer $API_KEY"'

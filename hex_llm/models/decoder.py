@@ -7,6 +7,7 @@ An absent weight (None) is an absent operation. Letters of shapes: see kernels/a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from hex_llm.models.params import FeedForward, LayerWeights, Weights
 from hex_llm.models.rope import rope_table, rotate
 from hex_llm.models.spec import Layer, ModelSpec, Rope
 
-RopeTables = dict[Rope | None, tuple[jax.Array, jax.Array]]
+RopeTable = tuple[jax.Array, jax.Array]
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -44,10 +45,10 @@ def forward(
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     ropes = {layer.rope for layer in spec.layers if layer.rope}
-    tables: RopeTables = {rope: rope_table(rope, batch.positions, spans) for rope in ropes}
+    tables: dict[Rope | None, RopeTable] = {r: rope_table(r, batch.positions, spans) for r in ropes}
     new_pages = []
     for layer, w, layer_pages in zip(spec.layers, weights.layers, pages, strict=True):
-        x, layer_pages = block(x, w, spec, layer, tables, layer_pages, batch, attend)
+        x, layer_pages = block(x, w, spec, layer, tables.get(layer.rope), layer_pages, batch, attend)
         new_pages.append(layer_pages)
     return rms_norm(x, weights.norm, spec), new_pages
 
@@ -61,18 +62,20 @@ def logits(spec: ModelSpec, weights: Weights, hidden: jax.Array) -> jax.Array:
     return out
 
 
+# Compiled inside the step, so that layers that are alike are traced and lowered once, not once each.
+@partial(jax.jit, static_argnames=("spec", "layer", "attend"))
 def block(
     x: jax.Array,
     w: LayerWeights,
     spec: ModelSpec,
     layer: Layer,
-    tables: RopeTables,
+    table: RopeTable | None,
     pages: jax.Array,
     batch: Batch,
     attend: PagedAttention,
 ) -> tuple[jax.Array, jax.Array]:
     """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
-    q, k, v = project_qkv(rms_norm(x, w.attn_norm, spec), w, spec, layer, tables, batch)
+    q, k, v = project_qkv(rms_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
     out, pages = attend(
         q, k, v, pages, batch, mask=layer.mask, scale=spec.attention_scale, softcap=spec.attn_softcap
     )
@@ -82,13 +85,13 @@ def block(
 
 
 def project_qkv(
-    x: jax.Array, w: LayerWeights, spec: ModelSpec, layer: Layer, tables: RopeTables, batch: Batch
+    x: jax.Array, w: LayerWeights, spec: ModelSpec, layer: Layer, table: RopeTable | None, batch: Batch
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[T, D] -> q [T, K, G, H], k [T, K, H], v [T, K, H], rotated and normed."""
     qkv = linear(x, w.qkv, w.qkv_bias)  # [T, K, G+2, H]
     qk, v = qkv[:, :, :-1], qkv[:, :, -1]
-    if layer.rope is not None:
-        qk = rotate(qk, *tables[layer.rope], layer.rope.interleaved)
+    if layer.rope is not None and table is not None:
+        qk = rotate(qk, *table, layer.rope.interleaved)
     if layer.qk_norm:
         qk = normalize(qk.astype(jnp.float32), spec.norm_eps).astype(x.dtype)
     q, k = qk[:, :, :-1], qk[:, :, -1]

@@ -118,6 +118,16 @@ class ModelSpec:
         """See Rope.recompute_len; all layers of a model agree."""
         return next((layer.rope.recompute_len for layer in self.layers if layer.rope), None)
 
+    @property
+    def uniform_len(self) -> int | None:
+        """Up to this length the KV of a token does not depend on how long its sequence is; None: never."""
+        scaled = [
+            layer.rope.original_len
+            for layer in self.layers
+            if layer.rope and (layer.rope.long_inv_freq is not None or layer.rope.ntk is not None)
+        ]
+        return min(scaled, default=None)
+
     def split_over(self, num_devices: int) -> ModelSpec:
         """This model as `num_devices` hold it: where there are fewer KV heads than devices, each head is
         held several times. Refuses a number that does not divide, naming those that do."""

@@ -1,18 +1,41 @@
-"""The pool of KV blocks: who holds which. Plain arithmetic; the memory itself belongs to the runner."""
+"""The pool of KV blocks: who holds which, and which hold a known prefix.
+
+Plain arithmetic; the memory itself belongs to the runner. A block that nobody holds keeps its content, and
+the key under which it can be found again, until it is handed out anew: the longest unused first.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from struct import pack
+
 PADDING_BLOCK = 0  # never handed out: padded tokens write there
+
+
+def root_key(salt: str) -> bytes:
+    """Where the chain of a sequence's block keys begins; surrogates of broken text must not raise."""
+    return sha256(salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a block: everything before it, and its own tokens."""
+    return sha256(parent + pack(f"<{len(token_ids)}i", *token_ids)).digest()
 
 
 class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
+        self._num_holders = [0] * num_blocks
+        self._free = OrderedDict.fromkeys(range(1, num_blocks))  # the next to be handed out first
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
+        """Blocks that nobody holds, those that keep a prefix among them."""
         return len(self._free)
 
     @property
@@ -25,8 +48,57 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         assert count <= self.num_free, f"{count = } exceeds {self.num_free = }"
-        return [self._free.pop() for _ in range(count)]
+        return [self._take_one() for _ in range(count)]
 
-    def give_back(self, blocks: list[int]) -> None:
-        self._free.extend(reversed(blocks))
-        assert self.num_free <= self.num_usable, "a block was given back twice"
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holder for each."""
+        for block in blocks:
+            self._free.pop(block, None)
+            self._num_holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One holder less for each. The end of a prefix is given up before its beginning."""
+        for block in reversed(blocks):
+            self._num_holders[block] -= 1
+            assert self._num_holders[block] >= 0, f"{block = } was released too often"
+            if self._num_holders[block] == 0:
+                self._free[block] = None
+                if block not in self._key_of:  # nothing to be found again: first to be reused
+                    self._free.move_to_end(block, last=False)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """From now on `find(key)` gives this block, unless another one holds the same already."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key], self._key_of[block] = block, key
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of as many of the keys as are known, from the first on."""
+        found = []
+        for key in keys:
+            if (block := self._block_of.get(key)) is None:
+                break
+            found.append(block)
+        return found
+
+    def forget(self) -> None:
+        """Nothing published so far is found any more."""
+        self._key_of.clear()
+        self._block_of.clear()
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        """Every block is free or held by exactly those who say so (reliability I1, I2)."""
+        holders = Counter(block for blocks in held for block in blocks)
+        assert PADDING_BLOCK not in holders, "the padding block is held"
+        for block in range(1, self.num_blocks):
+            assert self._num_holders[block] == holders[block], f"{block = } has the wrong number of holders"
+            assert (block in self._free) == (holders[block] == 0), f"{block = } is free and held, or lost"
+        assert len(self._free) + len(holders) == self.num_usable
+        assert self._block_of == {key: block for block, key in self._key_of.items()}
+
+    def _take_one(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        if (key := self._key_of.pop(block, None)) is not None:
+            del self._block_of[key]
+        assert self._num_holders[block] == 0
+        self._num_holders[block] = 1
+        return block

@@ -1,71 +1,288 @@
-"""Who runs in the next step: first come, first served; a step prefills or decodes, never both.
+"""Who runs in the next step: by priority, then first come, first served. Pure Python: no arrays, no devices.
 
-A sequence is admitted when blocks for its longest possible life are free, so a running one never waits.
-Pure Python: no arrays, no devices.
+A step decodes one token for every running sequence that can, or prefills prompts; with chunked prefill it
+does both, the decodes first. A sequence is admitted when its tokens so far fit into free blocks, and gets
+more blocks as it grows. When they run out, the last in order gives all of its own up and is computed anew
+later.
+
+Steps are read after the next one was sent off. What a sequence holds is therefore released only when the last
+step that it takes part in has been read, and nobody is preempted while any step is in flight.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+import math
+from bisect import insort
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
 
-from hex_llm.errors import InvalidRequest
+from hex_llm.config import EngineConfig
+from hex_llm.errors import QueueFull
 from hex_llm.scheduling.blocks import BlockPool
-from hex_llm.scheduling.sequence import Sequence
-from hex_llm.types import Chunk, StepPlan
+from hex_llm.scheduling.sequence import NO_SLOT, Sequence
+from hex_llm.types import Chunk, FinishReason, StepPlan
+
+Rows = list[tuple[Sequence, Chunk]]
+
+# A sequence that was preempted so often gets the blocks of its longest life at once, and keeps them.
+MAX_PREEMPTIONS = 3
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What a step may hold."""
+
+    max_prefill_seqs: int
+    max_decode_seqs: int
+    max_tokens: int  # of all chunks and decodes together; a prompt that is not cut may be longer, alone
+    chunked: bool = False
+    prefix_unit: int | None = None  # prefix-cache hits are multiples of it; None: no prefix cache
+    max_sequences: int | None = None  # waiting and running
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_len: int) -> StepLimits:
+        unit = config.block_size
+        if config.prefix_cache_unit == "prefill_len_padding":
+            unit = math.lcm(unit, config.prefill_len_padding)
+        return cls(
+            config.max_prefill_seqs,
+            config.max_decode_seqs,
+            config.max_step_tokens(max_len),
+            config.enable_chunked_prefill,
+            unit if config.enable_prefix_cache_hbm else None,
+            config.max_concurrent_requests,
+        )
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, max_prefill_seqs: int, max_decode_seqs: int) -> None:
+    def __init__(self, pool: BlockPool, limits: StepLimits) -> None:
         self.pool = pool
-        self.max_prefill_seqs = max_prefill_seqs
-        self.max_decode_seqs = max_decode_seqs
-        self.waiting: deque[Sequence] = deque()
+        self.limits = limits
         self.running: list[Sequence] = []
+        self.num_waiting = 0
+        self.num_preemptions = 0
+        self._waiting: list[tuple[int, int, Sequence]] = []  # a heap; may hold some that have ended
+        self._leaving: list[Sequence] = []  # ended, but a step in flight still touches what they hold
+        self._free_slots = list(range(limits.max_decode_seqs, NO_SLOT, -1))
+        self._num_arrived = 0
+        self._in_flight = 0
 
-    def check_fits(self, sequence: Sequence) -> None:
-        """Refuses what could never run, whatever else finishes."""
-        needed = self.pool.blocks_for(sequence.max_len)
-        if needed > self.pool.num_usable:
-            raise InvalidRequest(
-                f"prompt and max_tokens need {needed} KV blocks of {self.pool.block_size} tokens, but there "
-                f"are only {self.pool.num_usable}: lower max_tokens or raise --num_blocks",
-                "max_tokens",
-            )
+    # ---- who comes and goes
+
+    def check_room(self, num_sequences: int) -> None:
+        """Refuses what would make the queue too long."""
+        most, now = self.limits.max_sequences, self.num_waiting + len(self.running)
+        if most is not None and now + num_sequences > most:
+            raise QueueFull(f"{now} sequences are running or waiting, and no more than {most} may be")
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self._num_arrived += 1
+        sequence.arrival = self._num_arrived
+        self._enqueue(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends it, wherever it stands; what it holds is released when no step touches it any more."""
+        assert sequence.finish_reason is None, "it has ended before"
+        sequence.finish_reason = reason
+        if sequence.slot == NO_SLOT:
+            self.num_waiting -= 1
+            return
+        self.running.remove(sequence)
+        self._leaving.append(sequence)
+        self._release_leaving()
+
+    def preempt(self, sequence: Sequence) -> None:
+        """It gives up all that it holds, to be computed anew in its turn."""
+        sequence.num_preempted += 1
+        self.num_preemptions += 1
+        self._put_back(sequence)
+
+    # ---- steps
 
     def schedule(self) -> tuple[StepPlan, list[Sequence]]:
-        """The next step, and the sequences of its rows in order. Empty when nothing is left to do."""
-        self._admit()
-        prefills = [s for s in self.running if s.needs_prefill][: self.max_prefill_seqs]
-        if prefills:
-            return StepPlan(prefills=tuple(self._prefill(s) for s in prefills)), prefills
-        return StepPlan(decodes=tuple(self._decode(s) for s in self.running)), list(self.running)
+        """The next step, to be sent off, and the sequences of its rows in order.
 
-    def finish(self, sequence: Sequence) -> None:
+        Empty: nothing can run before the steps in flight are read, or nothing is left to do.
+        """
+        self._restart_outgrown()
+        limits, decodes = self.limits, Rows()
+        prefills = Rows() if limits.chunked else self._prefills(limits.max_tokens)
+        if not prefills and self._grow():
+            decodes = [(s, s.take_in(1)) for s in self.running if s.can_decode]
+            if limits.chunked:
+                prefills = self._prefills(limits.max_tokens - len(decodes))
+        self._in_flight += bool(decodes or prefills)
+        plan = StepPlan(tuple(chunk for _, chunk in decodes), tuple(chunk for _, chunk in prefills))
+        return plan, [sequence for sequence, _ in decodes + prefills]
+
+    def collect(self, plan: StepPlan, sequences: ListLike[Sequence], token_ids: ListLike[int]) -> list[int]:
+        """The oldest step in flight was read: what each of its rows chose; negative: nothing could be chosen.
+
+        Returns the rows that brought a token or an end: not those whose sequence had ended before.
+        """
+        self._in_flight -= 1
+        touched = []
+        rows = zip(plan.chunks, sequences, token_ids, strict=True)
+        for row, (chunk, sequence, token_id) in enumerate(rows):
+            sequence.num_in_flight -= 1
+            if not chunk.samples or sequence.finish_reason is not None:
+                continue
+            touched.append(row)
+            reason = FinishReason.ERROR if token_id < 0 else sequence.read(token_id)
+            if reason is not None:
+                self.finish(sequence, reason)
+            else:
+                self._publish(sequence)
+        self._release_leaving()
+        return touched
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.running or self.num_waiting or self._leaving or self._in_flight)
+
+    def check(self) -> None:
+        """The invariants that hold between any two calls."""
+        holders = self.running + self._leaving
+        self.pool.check(s.blocks for s in holders)
+        slots = [s.slot for s in holders] + self._free_slots
+        assert sorted(slots) == list(range(1, self.limits.max_decode_seqs + 1)), (
+            "a slot is lost or held twice"
+        )
+        waiting = [s for _, _, s in self._waiting if s.finish_reason is None]
+        assert len(waiting) == self.num_waiting
+        assert all(s.slot == NO_SLOT and not s.blocks and not s.num_in_flight for s in waiting)
+        assert all(s.finish_reason is None for s in self.running)
+        assert all(s.finish_reason is not None and s.num_in_flight for s in self._leaving)
+        assert self.running == sorted(self.running, key=lambda s: s.order)
+        for s in self.running:
+            assert s.num_computed <= min(s.length, len(s.blocks) * self.pool.block_size)
+        if self.is_idle:
+            assert self.pool.num_free == self.pool.num_usable
+
+    # ---- parts of a step
+
+    def _grow(self) -> bool:
+        """Gives every sequence that can decode the block that it is about to write.
+
+        False: blocks ran out while steps are in flight. They must be read before anyone is preempted.
+        """
+        for sequence in list(self.running):
+            while sequence.can_decode and self._lacks_block(sequence):
+                if self.pool.num_free:
+                    sequence.blocks += self.pool.take(1)
+                elif self._in_flight:
+                    return False
+                else:
+                    self.preempt(self._last_from(sequence))
+        return True
+
+    def _lacks_block(self, sequence: Sequence) -> bool:
+        reached = len(sequence.blocks) * self.pool.block_size
+        return sequence.slot != NO_SLOT and sequence.num_computed >= reached
+
+    def _last_from(self, sequence: Sequence) -> Sequence:
+        """Who is preempted for `sequence`: the last in order, at worst itself, never one that came before."""
+        later = self.running[self.running.index(sequence) :]
+        return next(s for s in reversed(later) if s.num_preempted < MAX_PREEMPTIONS)
+
+    def _prefills(self, budget: int) -> Rows:
+        """Chunks of at most `budget` tokens together: of those that have begun, then of those that wait."""
+        rows: Rows = []
+        for sequence in self.running:
+            if sequence.num_left > 1 and budget > 0 and len(rows) < self.limits.max_prefill_seqs:
+                budget -= self._prefill(sequence, budget, rows)
+        while budget > 0 and len(rows) < self.limits.max_prefill_seqs:
+            sequence_or_none = self._next_waiting()
+            if sequence_or_none is None or not self._admit(sequence_or_none, budget, alone=not rows):
+                break
+            budget -= self._prefill(sequence_or_none, budget, rows)
+        return rows
+
+    def _prefill(self, sequence: Sequence, budget: int, rows: Rows) -> int:
+        num_tokens = min(sequence.num_left, budget) if self.limits.chunked else sequence.num_left
+        rows.append((sequence, sequence.take_in(num_tokens)))
+        self._publish(sequence)
+        return num_tokens
+
+    def _next_waiting(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][-1].finish_reason is not None:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][-1] if self._waiting else None
+
+    def _admit(self, sequence: Sequence, budget: int, alone: bool) -> bool:
+        """Gives the first of those that wait a slot and blocks for its tokens, if there are."""
+        shared = self._cached_blocks(sequence)
+        num_cached = len(shared) * self.pool.block_size
+        if not self.limits.chunked and not alone and sequence.length - num_cached > budget:
+            return False
+        kept = sequence.num_preempted >= MAX_PREEMPTIONS
+        needed = self.pool.blocks_for(sequence.max_len if kept else sequence.length) - len(shared)
+        self.pool.share(shared)
+        if not self._free_slots or needed + self._num_growing() > self.pool.num_free:
+            self.pool.release(shared)
+            return False
+        heapq.heappop(self._waiting)
+        self.num_waiting -= 1
+        sequence.slot, sequence.slot_is_written = self._free_slots.pop(), False
+        sequence.blocks = shared + self.pool.take(needed)
+        sequence.num_computed = num_cached
+        sequence.num_published = len(shared)
+        if sequence.num_cached is None:
+            sequence.num_cached = num_cached
+        insort(self.running, sequence, key=lambda s: s.order)
+        return True
+
+    def _num_growing(self) -> int:
+        """Running sequences that may soon want one more block: were it not left to them, they would preempt
+        whoever is admitted now."""
+        return sum(len(s.blocks) < self.pool.blocks_for(s.max_len) for s in self.running)
+
+    # ---- what sequences hold
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        """Blocks that hold the beginning of its tokens already; its last token is computed in any case."""
+        unit, size = self.limits.prefix_unit, self.pool.block_size
+        if unit is None or not sequence.shares_blocks:
+            return []
+        most = (sequence.length - 1) // unit * unit
+        found = self.pool.find(sequence.keys(most // size, size))
+        return found[: len(found) * size // unit * unit // size]
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Lets others find its blocks that are full of known tokens."""
+        if self.limits.prefix_unit is None or not sequence.shares_blocks:
+            return
+        size = self.pool.block_size
+        num_full = min(sequence.num_computed, len(sequence.token_ids)) // size
+        keys = sequence.keys(num_full, size)
+        for i in range(sequence.num_published, num_full):
+            self.pool.publish(sequence.blocks[i], keys[i])
+        sequence.num_published = num_full
+
+    def _restart_outgrown(self) -> None:
+        for sequence in [s for s in self.running if s.must_restart and not s.num_in_flight]:
+            self._put_back(sequence)
+
+    def _put_back(self, sequence: Sequence) -> None:
+        assert sequence.num_in_flight == 0, "a step in flight touches its blocks"
         self.running.remove(sequence)
-        self.pool.give_back(sequence.blocks)
-        sequence.blocks = []
+        self._release(sequence)
+        sequence.num_computed = 0
+        if sequence.must_restart:
+            sequence.span = sequence.length
+        self._enqueue(sequence)
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_decode_seqs:
-            needed = self.pool.blocks_for(self.waiting[0].max_len)
-            if needed > self.pool.num_free:
-                return
-            sequence = self.waiting.popleft()
-            sequence.blocks = self.pool.take(needed)
-            self.running.append(sequence)
+    def _enqueue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (*sequence.order, sequence))
+        self.num_waiting += 1
 
-    def _prefill(self, sequence: Sequence) -> Chunk:
-        sequence.num_prefilled = len(sequence.token_ids)
-        blocks = self._reached(sequence, sequence.num_prefilled)
-        return Chunk(tuple(sequence.token_ids), 0, blocks, sequence.num_prefilled)
+    def _release_leaving(self) -> None:
+        for sequence in [s for s in self._leaving if s.num_in_flight == 0]:
+            self._leaving.remove(sequence)
+            self._release(sequence)
 
-    def _decode(self, sequence: Sequence) -> Chunk:
-        position = sequence.num_computed
-        span = max(position + 1, sequence.num_prefilled)
-        return Chunk((sequence.token_ids[position],), position, self._reached(sequence, position + 1), span)
-
-    def _reached(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-        return tuple(sequence.blocks[: self.pool.blocks_for(num_tokens)])
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        self._free_slots.append(sequence.slot)
+        sequence.blocks, sequence.slot = [], NO_SLOT

@@ -1,7 +1,7 @@
 """The HTTP application: routes, the gate before them, and every error in OpenAI's shape.
 
 A factory, no global state; jax is out of reach from here. Not built yet: streaming, tools, TGI's routes,
-metrics, limits on the queue.
+metrics.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hex_llm.config import ServerConfig
-from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull
 from hex_llm.server import openai, vertex
 from hex_llm.server.openai import Backend
 from hex_llm.server.schemas import invalid
 
 MAX_BODY = 10 << 20
 RETRY_AFTER_S = "5"
-KINDS = {401: "authentication_error"}
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": RETRY_AFTER_S},
+    503: {"Retry-After": RETRY_AFTER_S},
+}
 OPEN_PATHS = ("/ping", "/health")  # for load balancers, which have no key
 
 
@@ -36,7 +41,7 @@ def create_app(backend: Backend, config: ServerConfig) -> FastAPI:
     for path in OPEN_PATHS:
         app.add_api_route(path, healthy)
     app.add_middleware(Gate, backend=backend, api_key=config.api_key)
-    add_error_handlers(app, backend)
+    add_error_handlers(app)
     return app
 
 
@@ -93,15 +98,14 @@ def limited(receive: Receive) -> Receive:
 def error(status: int, message: str, param: str | None = None) -> JSONResponse:
     kind = "server_error" if status >= 500 else KINDS.get(status, "invalid_request_error")
     body = {"message": message, "type": kind, "param": param, "code": status}
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": RETRY_AFTER_S}}.get(status)
-    return JSONResponse({"error": body}, status, headers)
+    return JSONResponse({"error": body}, status, HEADERS.get(status))
 
 
 def not_ready() -> JSONResponse:
     return error(503, "the server is not ready: the model is being loaded, or the engine has stopped")
 
 
-def add_error_handlers(app: FastAPI, backend: Backend) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, problem: RequestValidationError) -> Response:
         # The first step of a path is always "body".
@@ -113,7 +117,8 @@ def add_error_handlers(app: FastAPI, backend: Backend) -> None:
 
     @app.exception_handler(HexError)
     async def failed(_: Request, problem: HexError) -> Response:
-        return error(500 if backend.ready else 503, str(problem))
+        status = {QueueFull: 429, EngineStopped: 503}.get(type(problem), 500)
+        return error(status, str(problem))
 
     @app.exception_handler(StarletteHTTPException)
     async def http(_: Request, problem: StarletteHTTPException) -> Response:

@@ -1,6 +1,6 @@
 """OpenAI's routes: /v1/completions, /v1/chat/completions and /v1/models.
 
-Here a request becomes token ids and token ids become an answer; which tokens, only the backend knows.
+Here a request's fields become sampling parameters, and an output becomes a reply; the rest is the backend's.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ import asyncio
 import time
 import uuid
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from hex_llm.errors import InvalidRequest
-from hex_llm.server.schemas import ChatRequest, CompletionRequest
+from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.sampling_params import SamplingParams
+from hex_llm.server import logprobs
+from hex_llm.server.schemas import ChatRequest, CompletionRequest, Sampling
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import CompletionOutput, FinishReason, SamplingParams
+from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
 T = TypeVar("T")
 
@@ -35,86 +36,98 @@ class Backend(Protocol):
     def max_len(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> CompletionOutput:
-        """The tokens, without text. InvalidRequest: this request is at fault; other errors: the engine is.
+    async def complete(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> RequestOutput:
+        """InvalidRequest: this request is at fault; QueueFull: there are too many; others: the engine is.
 
         When the caller is cancelled, so is the request.
         """
 
 
-@dataclass(frozen=True)
-class Answer:
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    num_prompt_tokens: int
-
-
-async def answer(backend: Backend, prompt: str | list[int], params: SamplingParams) -> Answer:
-    if isinstance(prompt, str):
-        tokenizer = tokenizer_of(backend, "prompt")
-        prompt = await asyncio.to_thread(tokenizer.encode, prompt)
-    output = await backend.generate(prompt, params)
-    text = await asyncio.to_thread(_text, backend.tokenizer, output, params) if backend.tokenizer else ""
-    return Answer(text, output.token_ids, output.finish_reason, len(prompt))
-
-
-def _text(tokenizer: Tokenizer, output: CompletionOutput, params: SamplingParams) -> str:
-    """What stopped the output is no part of its text."""
-    stopped = output.finish_reason is FinishReason.STOP
-    ids = output.token_ids[:-1] if stopped else output.token_ids
-    return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-
-
-def tokenizer_of(backend: Backend, param: str) -> Tokenizer:
-    if backend.tokenizer is None:
-        raise InvalidRequest(
-            f"{param}: this server has no tokenizer (--skip_tokenizer_init); send token ids to "
-            "/v1/completions",
-            param,
-        )
-    return backend.tokenizer
+async def answer(
+    backend: Backend, prompt: str | list[int], request: Sampling, params: SamplingParams
+) -> RequestOutput:
+    output = await backend.complete(prompt, params, priority=request.priority, cache_salt=request.cache_salt)
+    for choice in output.outputs:
+        if choice.finish_reason is FinishReason.ERROR:
+            # A fault of the request may show only when the engine is at it, as one in a grammar does.
+            at_fault = choice.error_param
+            raise HexError(choice.error) if at_fault is None else InvalidRequest(choice.error, at_fault)
+    return output
 
 
 async def complete(backend: Backend, request: CompletionRequest) -> dict[str, Any]:
     params = request.params()
-    answers = await together(answer(backend, prompt, params) for prompt in request.prompts())
-    choices = [{"text": a.text, "logprobs": None, **_ids(backend, a)} for a in answers]
-    return _reply(backend, "cmpl", "text_completion", answers, choices)
+    outputs = await together(answer(backend, prompt, request, params) for prompt in request.prompts())
+    skip = params.skip_special_tokens
+    choices = [
+        {
+            "text": choice.text,
+            "logprobs": logprobs.of_completion(backend.tokenizer, output, choice, skip_special=skip),
+            **_asked({"prompt_logprobs": logprobs.of_prompt(output)}),
+            **_ids(backend, choice),
+            **_end(choice),
+        }
+        for output in outputs
+        for choice in output.outputs
+    ]
+    return _reply(backend, "cmpl", "text_completion", outputs, choices)
 
 
 async def chat(backend: Backend, request: ChatRequest) -> dict[str, Any]:
-    tokenizer, params = tokenizer_of(backend, "messages"), request.params()
+    params, tokenizer = request.params(), backend.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest(
+            "messages: this server has no tokenizer (--skip_tokenizer_init); send token ids to "
+            "/v1/completions",
+            "messages",
+        )
     messages = [message.plain() for message in request.messages]
     _, prompt_ids = await asyncio.to_thread(encode_chat, tokenizer, messages)
-    one = await answer(backend, prompt_ids, params)
-    choice = {"message": {"role": "assistant", "content": one.text}, "logprobs": None}
-    return _reply(backend, "chatcmpl", "chat.completion", [one], [choice])
+    output = await answer(backend, prompt_ids, request, params)
+    choices = [
+        {
+            "message": {"role": "assistant", "content": choice.text},
+            "logprobs": logprobs.of_chat(tokenizer, choice, params.logprobs or 0),
+            **_end(choice),
+        }
+        for choice in output.outputs
+    ]
+    reply = _reply(backend, "chatcmpl", "chat.completion", [output], choices)
+    return {**reply, **_asked({"prompt_logprobs": logprobs.of_prompt(output)})}
 
 
-def _ids(backend: Backend, one: Answer) -> dict[str, Any]:
+def _asked(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _ids(backend: Backend, choice: CompletionOutput) -> dict[str, Any]:
     """Without a tokenizer the ids are all there is to answer with."""
-    return {"token_ids": one.token_ids} if backend.tokenizer is None else {}
+    return {"token_ids": choice.token_ids} if backend.tokenizer is None else {}
+
+
+def _end(choice: CompletionOutput) -> dict[str, Any]:
+    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
 
 def _reply(
-    backend: Backend, prefix: str, kind: str, answers: Sequence[Answer], choices: Sequence[dict[str, Any]]
+    backend: Backend, prefix: str, kind: str, outputs: Sequence[RequestOutput], choices: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    num_prompt = sum(a.num_prompt_tokens for a in answers)
-    num_output = sum(len(a.token_ids) for a in answers)
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": backend.model_name,
-        "choices": [
-            {"index": i, **choice, "finish_reason": a.finish_reason}
-            for i, (a, choice) in enumerate(zip(answers, choices, strict=True))
-        ],
+        "choices": [{"index": i, **choice} for i, choice in enumerate(choices)],
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
         },
     }
 

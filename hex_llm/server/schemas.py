@@ -1,14 +1,15 @@
 """The bodies that the routes take, and how their faults are told.
 
 A body has the fields of its model. What is not built yet may be sent only with a value that changes nothing
-(INERT); null is the same as absent. Anything else is refused by its name: nothing is silently ignored.
+(INERT); null is the same as absent. Anything else is refused by its name: nothing is silently ignored. Only
+shapes are checked here; what values a request may have, SamplingParams and the engine know.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -24,41 +25,28 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from hex_llm.errors import InvalidRequest, one_line
-from hex_llm.types import SamplingParams
+from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 
-MAX_INT = 2**31 - 1
 MAX_PROMPTS = 1024  # in one request
+SAMPLED = frozenset(field.name for field in fields(SamplingParams))
 INERT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "annotations": ([],),
     "audio": (),
-    "best_of": (1,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
+    "echo": (False,),  # of a chat
     "function_call": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "metadata": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "n": (1,),
     "name": (),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
     "reasoning_content": (),
     "reasoning_effort": (),
     "refusal": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
-    "stop": ([],),
     "store": (False,),
     "stream": (False,),
     "stream_options": (),
@@ -66,8 +54,7 @@ INERT: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
-    "top_p": (1,),
+    "top_logprobs": (0,),  # of a completion
     "use_beam_search": (False,),
 }
 
@@ -95,18 +82,18 @@ def _told(message: str) -> WrapValidator:
 
 
 # A Vertex client's numbers come out of protobuf, where all of them are doubles: 50 is sent as 50.0.
-WHOLE = BeforeValidator(_whole)
-Count = Annotated[int, Field(ge=1, le=MAX_INT), WHOLE]
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_all_whole)]
-Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+TokenIds = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_all_whole)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+PromptTexts = Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
 IdLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 Prompt = Annotated[str | TokenIds, _told("must be a text or a list of token ids")]
 Prompts = Annotated[
-    str | Texts | TokenIds | IdLists,
+    str | PromptTexts | TokenIds | IdLists,
     Field(union_mode="left_to_right"),
     _told(f"must be a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
 ]
+OneOrMoreTexts = Annotated[str | Texts, _told("must be a text or a list of texts")]
 
 
 class Body(BaseModel):
@@ -117,52 +104,149 @@ class Body(BaseModel):
     def _without_inert(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         kept = {}
         for name, value in values.items():
-            if cls._is_inert(name, value):
-                continue
-            if name not in cls.model_fields:  # pydantic would go on and make a million errors of as many
+            if name not in known and not _is_inert(name, value):
+                # pydantic would go on and make a million errors of as many
                 about = {"field": shown(name), "reason": not_built(name)}
                 raise PydanticCustomError("not_built", "{reason}", about)
-            kept[name] = value
+            if name in known and value is not None:
+                kept[name] = value
         return kept
 
-    @classmethod
-    def _is_inert(cls, name: str, value: Any) -> bool:
-        if value is None:
-            return name in cls.model_fields or name in INERT
-        # True == 1, but a boolean is no number.
-        return any(value == inert and type(value) in _types(inert) for inert in INERT.get(name, ()))
+
+def _is_inert(name: str, value: Any) -> bool:
+    if value is None:
+        return name in INERT
+    # True == 1, but a boolean is no number.
+    return any(value == inert and type(value) in _types(inert) for inert in INERT.get(name, ()))
 
 
 def _types(value: Any) -> tuple[type, ...]:
     return (int, float) if type(value) is int else (type(value),)
 
 
+# ---- what the output must conform to
+
+
+class NamedSchema(Body):
+    name: str = ""  # for the model's eyes, elsewhere
+    description: str = ""
+    strict: bool = True  # it always is
+    schema_: Any = Field({}, alias="schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def wanted(self) -> StructuredOutputs | None:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise InvalidRequest(
+                "response_format: type json_schema, and no other, has a json_schema", "response_format"
+            )
+        if self.json_schema is not None:
+            return StructuredOutputs(json=_json_text(self.json_schema.schema_))
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
+class Structured(Body):
+    """vLLM's `structured_outputs`; its older fields have the same names behind `guided_`."""
+
+    json_: Any = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+
+    def wanted(self) -> StructuredOutputs:
+        json_text = None if self.json_ is None else _json_text(self.json_)
+        return StructuredOutputs(
+            json=json_text,
+            json_object=self.json_object,
+            regex=self.regex,
+            choice=tuple(self.choice or ()),
+            grammar=self.grammar,
+        )
+
+
+def _json_text(schema: Any) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+# ---- requests
+
+
 class Sampling(Body):
+    """The fields of SamplingParams, whose defaults they have, and of requests of every kind."""
+
     model: str = ""  # there is only one, whatever it is called
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    top_k: Annotated[int, Field(ge=-1, le=1), WHOLE] = -1  # more are not built yet
-    max_tokens: Count | None = 16
-    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] = []
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] = 0  # greedy search draws no random numbers
     user: str = ""
+    priority: Whole = 0
+    cache_salt: str = ""
+
+    n: Whole | None = None
+    best_of: Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Whole | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    seed: Whole | None = None
+    max_tokens: Whole | None = None
+    min_tokens: Whole | None = None
+    stop: OneOrMoreTexts | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: TokenIds | None = None
+    prompt_logprobs: Whole | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Whole | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    guided_json: Any = None
+    guided_json_object: bool = False
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
 
     def params(self) -> SamplingParams:
-        """Raises InvalidRequest for what is not built."""
-        return SamplingParams(
-            temperature=0.0 if self.top_k == 1 else self.temperature,  # top_k=1 is greedy at any temperature
-            max_tokens=self.max_tokens,
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
-        )
+        """Raises InvalidRequest for what is not allowed."""
+        return SamplingParams(**self.sampled(), structured_outputs=self._wanted())
+
+    def sampled(self) -> dict[str, Any]:
+        """Those of SamplingParams that were sent."""
+        sent = (SAMPLED & self.model_fields_set) - {"structured_outputs"}
+        return {name: getattr(self, name) for name in sent}
+
+    def _wanted(self) -> StructuredOutputs | None:
+        guided = {
+            name.removeprefix("guided_"): getattr(self, name)
+            for name in self.model_fields_set
+            if name.startswith("guided_") and getattr(self, name) is not False
+        }
+        sources = (self.response_format, self.structured_outputs, Structured(**guided) if guided else None)
+        wanted = [one for source in sources if source is not None and (one := source.wanted()) is not None]
+        if len(wanted) > 1:
+            raise InvalidRequest(
+                "structured_outputs: give only one of response_format, structured_outputs and guided_*",
+                "structured_outputs",
+            )
+        return wanted[0] if wanted else None
 
 
 class CompletionRequest(Sampling):
     prompt: Prompts
+    logprobs: Whole | None = None
+    echo: bool | None = None
 
     def prompts(self) -> Sequence[str | list[int]]:
         one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
@@ -192,22 +276,36 @@ class Message(Body):
 
 class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None  # the newer name of max_tokens
+    max_completion_tokens: Whole | None = None  # the newer name of max_tokens
+    logprobs: bool = False
+    top_logprobs: Whole | None = None
 
-    def params(self) -> SamplingParams:
-        if self.max_completion_tokens and self.max_tokens not in (None, self.max_completion_tokens):
+    def sampled(self) -> dict[str, Any]:
+        sent = super().sampled()
+        newer = self.max_completion_tokens
+        if newer is not None and self.max_tokens not in (None, newer):
             raise InvalidRequest(
                 "max_completion_tokens and max_tokens contradict each other", "max_completion_tokens"
             )
-        return replace(super().params(), max_tokens=self.max_completion_tokens or self.max_tokens)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs: only together with logprobs", "top_logprobs")
+        sent["max_tokens"] = newer if newer is not None else self.max_tokens  # None: as long as it gets
+        sent["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        return sent
 
 
 class GenerateRequest(Sampling):
     """One instance of a Vertex prediction."""
 
     prompt: Prompt
+    logprobs: Whole | None = None
+    echo: bool | None = None
     raw_response: bool = False
+
+    def sampled(self) -> dict[str, Any]:
+        sent = super().sampled()
+        # A raw response tells each output's cumulative log-probability.
+        return {"logprobs": 0, **sent} if self.raw_response else sent
 
 
 def parse(kind: type[Kind], values: Any, where: str = "") -> Kind:

@@ -1,19 +1,22 @@
 """POST /generate: Hex-LLM's predict route, in all the shapes that Google's own samples send.
 
 The fields of an instance stand in it, in its `parameters`, or in the `parameters` that all instances share,
-in snake_case or camelCase. Without `instances` the body is one instance.
+in snake_case or camelCase. Without `instances` the body is one instance. Each choice is one prediction.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.server.openai import Answer, Backend, answer, chat, together, unless_gone
+from hex_llm.server import logprobs
+from hex_llm.server.openai import Backend, answer, chat, together, unless_gone
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest, Kind, not_built, parse, shown
+from hex_llm.types import CompletionOutput, RequestOutput
 
 MARK = "@requestFormat"  # its one value makes an instance a chat completion
 ALIASES = {
@@ -65,7 +68,9 @@ def is_chat(instances: Sequence[dict[str, Any]]) -> bool:
     return marks[0] is not None
 
 
-def prediction(request: GenerateRequest, one: Answer, backend: Backend, *, raw: bool) -> str | list[int]:
+def prediction(
+    request: GenerateRequest, one: CompletionOutput, backend: Backend, *, raw: bool
+) -> str | list[int]:
     """Without a tokenizer, the ids; else the text, behind its prompt unless `raw`."""
     if backend.tokenizer is None:
         return one.token_ids
@@ -97,18 +102,40 @@ async def predict(backend: Backend, body: dict[str, Any], *, raw: bool) -> dict[
 
 async def generate(backend: Backend, requests: Sequence[GenerateRequest], *, raw: bool) -> dict[str, Any]:
     params = [request.params() for request in requests]  # all are checked before the first one starts
-    answers = await together(answer(backend, r.prompt, p) for r, p in zip(requests, params, strict=True))
-    predictions = [
-        prediction(request, one, backend, raw=raw or request.raw_response)
-        for request, one in zip(requests, answers, strict=True)
+    outputs = await together(answer(backend, r.prompt, r, p) for r, p in zip(requests, params, strict=True))
+    each = [
+        (request, output, choice)
+        for request, output in zip(requests, outputs, strict=True)
+        for choice in output.outputs
     ]
-    if not any(request.raw_response for request in requests):
-        return {"predictions": predictions}
-    return {
-        "predictions": predictions,
-        "output_token_counts": [len(one.token_ids) for one in answers],
-        "cumulative_logprobs": [None] * len(answers),  # until the sampler counts them
+    reply: dict[str, Any] = {
+        "predictions": [
+            prediction(request, choice, backend, raw=raw or request.raw_response)
+            for request, _, choice in each
+        ]
     }
+    if any(request.raw_response for request in requests):
+        reply["output_token_counts"] = [len(choice.token_ids) for _, _, choice in each]
+        reply["cumulative_logprobs"] = [_sum(choice) for _, _, choice in each]
+    if any(request.logprobs is not None for request in requests):
+        reply["logprobs"] = [_logprobs(backend, *one) for one in each]
+    if any(request.prompt_logprobs is not None for request in requests):
+        reply["prompt_logprobs"] = [logprobs.of_prompt(output) for _, output, _ in each]
+    return reply
+
+
+def _sum(choice: CompletionOutput) -> float | None:
+    known = choice.cumulative_logprob
+    return known if known is not None and math.isfinite(known) else None
+
+
+def _logprobs(
+    backend: Backend, request: GenerateRequest, output: RequestOutput, choice: CompletionOutput
+) -> dict[str, Any] | None:
+    """Those that a raw response takes for its sum were not asked for."""
+    skip = request.skip_special_tokens is not False
+    asked = request.logprobs is not None
+    return logprobs.of_completion(backend.tokenizer, output, choice, skip_special=skip) if asked else None
 
 
 def routes(backend: Backend, *, raw: bool) -> APIRouter:

@@ -113,18 +113,20 @@ class Slow:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        texts: list[str] = []
-        run: list[int] = []
-        for i in ids:
-            if i in self.added:
-                texts.append(self.processor.decode(run))
-                run = []
-                if not (skip_special_tokens and self.added[i].special):
-                    texts.append(self.added[i].content)
-            elif 0 <= i < self.num_pieces:
-                run.append(i)
-        texts.append(self.processor.decode(run))
-        return "".join(texts).removeprefix(self.prefix)
+        data = b"".join(self.token_bytes(i, skip_special_tokens) for i in ids)
+        return data.decode("utf-8", "replace").removeprefix(self.prefix)
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
+        if token := self.added.get(token_id):
+            return b"" if skip_special_tokens and token.special else token.content.encode()
+        if not 0 <= token_id < self.num_pieces:
+            return b""
+        piece: str = self.processor.id_to_piece(token_id)
+        if self.processor.is_byte(token_id):
+            return bytes.fromhex(piece[3:5])  # <0xE6>
+        if self.processor.is_unknown(token_id):
+            piece = self.processor.decode([token_id])
+        return piece.replace("▁", " ").encode()
 
 
 def _any_of(tokens: Iterable[AddedToken]) -> re.Pattern[str]:

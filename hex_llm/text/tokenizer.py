@@ -7,6 +7,7 @@ Not known here: what is in a chat template, streaming, GGUF. Nothing in the mode
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,16 @@ class Codec(Protocol):
     def token_id(self, token: str) -> int | None: ...
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+    @property
+    def prefix(self) -> str:
+        """What `decode` takes off the start of a text: the space that `encode` puts there, or nothing."""
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
+        """What the token adds to a text that has begun: bytes, for it may hold a part of a character.
+
+        `decode` is these joined, as UTF-8 with U+FFFD for what is none, without `prefix`.
+        """
 
 
 @dataclass(frozen=True)
@@ -56,14 +67,36 @@ class Tokenizer:
         return self.codec.vocab_size
 
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # SentencePiece's
+_BEGUN = "a"  # stands for the text before a token
+
+
+def _byte_characters() -> dict[str, int]:
+    """The printable characters that stand for the 256 bytes in byte-level vocabularies."""
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+
 class Fast:
-    """The `tokenizers` library."""
+    """The `tokenizers` library.
+
+    Its own `decode` is not used: for a run of byte tokens that is not all valid UTF-8 it drops also the
+    characters that are, so that text which a stream has shown would be gone when one more byte came.
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size()
+        self._join = " ".join if tokenizer.decoder is None else tokenizer.decoder.decode
+        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._bytes: dict[int, bytes] = {}
+        self.prefix = self._running("▁a").removesuffix(self._join(["▁a"]))
 
     def token_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
@@ -72,8 +105,31 @@ class Fast:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        known = [i for i in ids if 0 <= i < 1 << 32]  # within its type, it overlooks what it does not know
-        return self.tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        data = b"".join(self.token_bytes(i, skip_special_tokens) for i in ids)
+        return data.decode("utf-8", "replace").removeprefix(self.prefix)
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
+        if skip_special_tokens and token_id in self._special:
+            return b""
+        if token_id not in self._bytes:
+            token = self.tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
+            if token is None:
+                return b""
+            self._bytes[token_id] = self._bytes_of(token)
+        return self._bytes[token_id]
+
+    def _bytes_of(self, token: str) -> bytes:
+        text = self._running(token)
+        if "\ufffd" not in text:
+            return text.encode()
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(match[1])
+        if all(char in _BYTES for char in token):
+            return bytes(_BYTES[char] for char in token)
+        return text.encode()
+
+    def _running(self, token: str) -> str:
+        return self._join([_BEGUN, token]).removeprefix(_BEGUN)
 
 
 def load_tokenizer(folder: Path, *, mode: str = "auto") -> Tokenizer:

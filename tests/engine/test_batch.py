@@ -26,52 +26,81 @@ def test_padded() -> None:
     st.integers(1, 9),
     st.integers(1, 64),
     st.integers(1, 12),
+    st.booleans(),
+    st.sampled_from([None, 9, 50, 1000]),
 )
 def test_no_step_leaves_the_set(
-    max_len: int, decodes: int, prefills: int, block: int, seqs_pad: int, len_pad: int, blocks_pad: int
+    max_len: int,
+    decodes: int,
+    prefills: int,
+    block: int,
+    seqs_pad: int,
+    len_pad: int,
+    blocks_pad: int,
+    chunked: bool,
+    budget: int | None,
 ) -> None:
     config = EngineConfig(
         max_decode_seqs=decodes,
         max_prefill_seqs=prefills,
         block_size=block,
         decode_seqs_padding=seqs_pad,
+        prefill_seqs_padding=prefills,
         prefill_len_padding=len_pad,
         decode_blocks_padding=blocks_pad,
+        enable_chunked_prefill=chunked,
+        max_num_batched_tokens=budget,
     )
     paddings = Paddings(config, max_len)
     shapes = set(paddings.all_shapes())
-    for num_tokens in {1, 2, max_len // 2 + 1, max_len}:
-        blocks = tuple(range(-(-num_tokens // block)))
+    most = config.max_step_tokens(max_len)
+
+    def check(plan: StepPlan) -> None:
+        shape = paddings.shape(plan)
+        assert shape in shapes
+        assert shape.num_decodes >= len(plan.decodes)
+        assert shape.num_prefills >= len(plan.prefills)
+        assert shape.num_prefill_tokens >= sum(chunk.num_tokens for chunk in plan.prefills)
+        assert shape.num_blocks >= max(-(-chunk.end // block) for chunk in plan.chunks)
+
+    for length in {1, 2, max_len // 2 + 1, max_len}:
         for n in range(1, decodes + 1):
-            assert paddings.shape(StepPlan(decodes=(Chunk((1,), 0, blocks, 1),) * n)) in shapes
+            check(StepPlan(decodes=(chunk(length - 1, 1),) * n))
+            if chunked and most > n:
+                check(StepPlan((chunk(length - 1, 1),) * n, (chunk(0, min(length, most - n)),)))
         for n in range(1, prefills + 1):
-            shape = paddings.shape(StepPlan(prefills=(Chunk((1,) * num_tokens, 0, blocks, 1),) * n))
-            assert shape in shapes
-            assert shape.num_prefill_tokens >= n * num_tokens
-            assert shape.num_blocks >= len(blocks)
+            if n == 1 or n * length <= most:
+                check(StepPlan(prefills=(chunk(0, min(length, most) if chunked else length),) * n))
+
+
+def chunk(position: int, num_tokens: int) -> Chunk:
+    return Chunk(1, position, num_tokens, range(1, 400), 1, True)
 
 
 def test_pack_and_unpack() -> None:
-    decodes = (Chunk((11,), 9, (3, 4), 10), Chunk((12,), 0, (5,), 1))
-    prefills = (Chunk((21, 22, 23), 7, (6, 7), 10), Chunk((31,), 0, (8,), 1))
-    config = EngineConfig(block_size=8, max_decode_seqs=4, max_prefill_seqs=4)
-    plan = StepPlan(prefills=prefills)
-    for part in (StepPlan(decodes=decodes), plan):
-        shape = Paddings(config, 64).shape(part)
-        inputs = unpack(pack(part, shape, 8), shape)
+    decodes = (Chunk(1, 9, 1, (3, 4, 99), 4, True), Chunk(2, 0, 1, (5,), 1, True))
+    prefills = (Chunk(3, 7, 3, (6, 7), 10, False), Chunk(4, 0, 1, (8,), 20, True))
+    config = EngineConfig(block_size=8, max_decode_seqs=4, max_prefill_seqs=4, enable_chunked_prefill=True)
+    for plan in (StepPlan(decodes), StepPlan(prefills=prefills), StepPlan(decodes, prefills)):
+        shape = Paddings(config, 64).shape(plan)
+        inputs = unpack(pack(plan, shape, 8), shape)  # type: ignore[arg-type]
         batch = inputs.batch
-        offset = 0
-        for row, chunk in enumerate(part.chunks):
-            end = offset + len(chunk.token_ids)
-            places = np.arange(chunk.position, chunk.position + len(chunk.token_ids))
-            tables = batch.decode_tables if part.decodes else batch.prefill_tables
-            np.testing.assert_array_equal(inputs.token_ids[offset:end], chunk.token_ids)
-            np.testing.assert_array_equal(batch.positions[offset:end], places)
-            np.testing.assert_array_equal(batch.sequences[offset:end], row)
-            np.testing.assert_array_equal(inputs.spans[offset:end], chunk.span)
-            np.testing.assert_array_equal(tables[row, : len(chunk.blocks)], chunk.blocks)
-            blocks = np.array(chunk.blocks)[places // 8]
-            np.testing.assert_array_equal(batch.slots[offset:end], blocks * 8 + places % 8)
+        tables = np.concatenate([batch.decode_tables, batch.prefill_tables])
+        starts = [*range(len(plan.decodes)), *[shape.num_decodes + n for n in (0, 3)][: len(plan.prefills)]]
+        rows = [*range(len(plan.decodes)), *[shape.num_decodes + n for n in (0, 1)][: len(plan.prefills)]]
+        used = np.zeros(shape.num_tokens, bool)
+        for row, start, one in zip(rows, starts, plan.chunks, strict=True):
+            end, reached = start + one.num_tokens, -(-one.end // 8)
+            places = np.arange(one.position, one.end)
+            used[start:end] = True
+            np.testing.assert_array_equal(batch.positions[start:end], places)
+            np.testing.assert_array_equal(batch.sequences[start:end], row)
+            np.testing.assert_array_equal(inputs.spans[start:end], np.maximum(one.span, places + 1))
+            np.testing.assert_array_equal(tables[row, :reached], one.blocks[:reached])
+            assert not tables[row, reached:].any(), "what it does not reach is padding"
+            blocks = np.array(one.blocks)[places // 8]
+            np.testing.assert_array_equal(batch.slots[start:end], blocks * 8 + places % 8)
             assert inputs.last_tokens[row] == end - 1
-            offset = end
-        assert not batch.slots[offset:].any(), "padding writes to block 0"
+            assert inputs.slots[row] == one.slot
+            assert inputs.chosen_slots[row] == (one.slot if one.samples else 0)
+        assert not batch.slots[~used].any(), "padding writes to block 0"

@@ -40,7 +40,7 @@ def generate(llm: LLM) -> list[tuple[list[int], list[int]]]:
 
 def test_capital_of_france(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    [out] = llm.chat(messages, SamplingParams(max_tokens=32), use_tqdm=False)
+    [out] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
     assert out.outputs[0].text == "The capital of France is Paris."
     assert out.outputs[0].finish_reason == "stop"
 

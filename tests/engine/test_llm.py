@@ -66,7 +66,7 @@ def test_memory_layout_changes_nothing(folder: Path, llm: LLM, flags: dict[str, 
 
 
 def test_op_by_op_gives_the_same(folder: Path, llm: LLM) -> None:
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     eager = LLM(model=folder, **FLAGS, enable_jit=False)
     assert tokens(eager, [LLAMA.prompt()], params) == tokens(llm, [LLAMA.prompt()], params)
 
@@ -74,10 +74,10 @@ def test_op_by_op_gives_the_same(folder: Path, llm: LLM) -> None:
 def test_after_warm_up_nothing_is_compiled(folder: Path, llm: LLM) -> None:
     flags = {**FLAGS, "max_model_len": 64, "max_decode_seqs": 5, "prefill_len_padding": 32}
     warm = LLM(model=folder, **flags, warmup=True)
-    compiled = set(warm.engine.runner._compiled)
+    compiled = set(warm.engine.runner._programs)
     prompts = [LLAMA.prompt(seed)[: 1 + 4 * seed] for seed in range(6)]
     assert tokens(warm, prompts) == tokens(llm, prompts)
-    assert set(warm.engine.runner._compiled) == compiled
+    assert set(warm.engine.runner._programs) == compiled
 
 
 @pytest.mark.parametrize("devices", [2, 8])
@@ -126,7 +126,7 @@ def test_sliding_window_where_the_model_has_none(tmp_path: Path) -> None:
 def test_end_of_sequence(folder: Path, llm: LLM) -> None:
     free = tokens(llm, [LLAMA.prompt()])[0]
     stop = free[7]
-    params = SamplingParams(max_tokens=20, stop_token_ids=[stop], ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], ignore_eos=True)
     [out] = llm.generate(prompt_token_ids=[LLAMA.prompt()], sampling_params=params, use_tqdm=False)
     assert out.outputs[0].token_ids == free[: free.index(stop) + 1]
     assert out.outputs[0].finish_reason == "stop"
@@ -135,7 +135,7 @@ def test_end_of_sequence(folder: Path, llm: LLM) -> None:
 
 
 def test_output_ends_at_the_length_limit(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     prompt = LLAMA.prompt() * 10
     assert len(tokens(llm, [prompt], params)[0]) == 256 - len(prompt)
 
@@ -156,13 +156,13 @@ def test_output_ends_at_the_length_limit(llm: LLM) -> None:
 def test_prompts_that_are_refused(llm: LLM, prompt: list[Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate(prompt_token_ids=[LLAMA.prompt(), prompt], use_tqdm=False)
-    assert not llm.engine.scheduler.waiting, "a refused call leaves nothing behind"
+    assert not llm.engine.has_work, "a refused call leaves nothing behind"
 
 
 def test_what_can_never_fit_is_refused(folder: Path) -> None:
     small = LLM(model=folder, **{**FLAGS, "num_blocks": 2})
     with pytest.raises(InvalidRequest, match=r"need 4 KV blocks of 32 tokens, but there are only 2"):
-        tokens(small, [LLAMA.prompt()], SamplingParams(max_tokens=100))
+        tokens(small, [LLAMA.prompt()], SamplingParams(temperature=0, max_tokens=100))
 
 
 def test_wrong_calls(llm: LLM) -> None:
@@ -172,8 +172,8 @@ def test_wrong_calls(llm: LLM) -> None:
         llm.generate("text", prompt_token_ids=[[1]])
     with pytest.raises(InvalidRequest, match="2 sampling_params for 1"):
         llm.generate(prompt_token_ids=[[1]], sampling_params=[GREEDY, GREEDY])
-    with pytest.raises(InvalidRequest, match="temperature"):
-        SamplingParams(temperature=0.5)
+    with pytest.raises(InvalidRequest, match="1 priority for 2 prompts"):
+        llm.generate(prompt_token_ids=[[1], [2]], priority=[0])
     with pytest.raises(ConfigError, match="did you mean"):
         LLM(max_modle_len=3)
 
@@ -183,7 +183,7 @@ def test_numpy_ids(llm: LLM) -> None:
 
 
 def test_own_parameters_for_each_prompt(llm: LLM) -> None:
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 5)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 5)]
     assert [len(ids) for ids in tokens(llm, [[1], [2]], params)] == [3, 5]
 
 

@@ -47,7 +47,7 @@ def run_with_logits(engine: Engine, prompt: list[int]) -> list[np.ndarray]:
         hidden, pages = decoder.forward(spec, weights, inputs.token_ids, inputs.spans, pages, batch, attend)
         return decoder.logits(spec, weights, hidden), pages
 
-    params = SamplingParams(max_tokens=NUM_COMPARED, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NUM_COMPARED, ignore_eos=True)
     sequence = engine.prepare("logits", prompt, params)
     engine.add(sequence)
     steps = []

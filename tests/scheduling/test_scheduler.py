@@ -1,96 +1,330 @@
-"""The scheduler on random traffic: nothing is lost, held twice or left behind."""
+"""The scheduler alone, on random traffic: its invariants hold after every call, and nobody is forgotten."""
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hex_llm.errors import InvalidRequest
-from hex_llm.scheduling.blocks import PADDING_BLOCK, BlockPool
-from hex_llm.scheduling.scheduler import Scheduler
+from hex_llm.config import EngineConfig
+from hex_llm.errors import QueueFull
+from hex_llm.sampling_params import SamplingParams
+from hex_llm.scheduling.blocks import BlockPool, root_key
+from hex_llm.scheduling.scheduler import MAX_PREEMPTIONS, Scheduler, StepLimits
 from hex_llm.scheduling.sequence import Sequence
-from hex_llm.types import FinishReason, SamplingParams
+from hex_llm.types import FinishReason, StepPlan
 
-REQUEST = st.tuples(st.integers(1, 40), st.integers(1, 30))
-
-
-def sequence(name: str, num_prompt: int, max_tokens: int, recompute_len: int | None = None) -> Sequence:
-    ids = list(range(num_prompt))
-    return Sequence(name, ids, SamplingParams(), frozenset(), num_prompt + max_tokens, recompute_len)
+STOP = 9
 
 
-def check(scheduler: Scheduler) -> None:
-    pool = scheduler.pool
-    held = [block for s in scheduler.running for block in s.blocks]
-    assert len(held) == len(set(held)), "a block has two holders"
-    assert PADDING_BLOCK not in held
-    assert not set(held) & set(pool._free)
-    assert len(held) + pool.num_free == pool.num_usable
+def sequence(name: str, num_prompt: int, max_tokens: int, **more: object) -> Sequence:
+    ids = [i % 7 for i in range(num_prompt)]
+    values = {"cache_key": root_key(""), **more}
+    return Sequence(name, ids, SamplingParams(), frozenset({STOP}), num_prompt + max_tokens, **values)  # type: ignore[arg-type]
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(REQUEST, min_size=1, max_size=20),
-    st.integers(1, 4),
-    st.integers(1, 6),
-    st.sampled_from([8, 16]),
-    st.sampled_from([None, 20]),
+def limits(**changes: object) -> StepLimits:
+    return StepLimits(**{"max_prefill_seqs": 2, "max_decode_seqs": 4, "max_tokens": 1000, **changes})  # type: ignore[arg-type]
+
+
+def run(scheduler: Scheduler, depth: int = 0) -> list[StepPlan]:
+    """Runs until nothing is left, `depth` steps ahead of what is read; every row chooses token 1."""
+    plans, in_flight = [], deque[tuple[StepPlan, list[Sequence]]]()
+    for _ in range(10_000):
+        plan, rows = scheduler.schedule()
+        if rows:
+            plans.append(plan)
+            in_flight.append((plan, rows))
+        elif not in_flight:
+            break
+        if in_flight and (len(in_flight) > depth or not rows):
+            plan, rows = in_flight.popleft()
+            scheduler.collect(plan, rows, [1] * len(rows))
+        scheduler.check()
+    assert scheduler.is_idle
+    return plans
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come, steps are sent off and read, some choose an end or nothing, some are aborted."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 4, 8]),
+        num_blocks=st.integers(6, 14),
+        prefills=st.integers(1, 3),
+        decodes=st.integers(1, 5),
+        tokens=st.integers(5, 40),
+        chunked=st.booleans(),
+        unit=st.sampled_from([None, 1, 2]),
+        depth=st.integers(0, 2),
+        recompute_len=st.sampled_from([None, 12]),
+    )
+    def start(
+        self,
+        block_size: int,
+        num_blocks: int,
+        prefills: int,
+        decodes: int,
+        tokens: int,
+        chunked: bool,
+        unit: int | None,
+        depth: int,
+        recompute_len: int | None,
+    ) -> None:
+        self.depth, self.recompute_len = depth, recompute_len
+        prefix_unit = None if unit is None else unit * block_size
+        self.limits = StepLimits(prefills, decodes, tokens, chunked, prefix_unit, max_sequences=12)
+        self.scheduler = Scheduler(BlockPool(num_blocks, block_size), self.limits)
+        self.most = (num_blocks - 1) * block_size
+        self.in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self.alive: list[Sequence] = []
+        self.num_added = 0
+
+    @rule(
+        prompt=st.integers(1, 30),
+        output=st.integers(1, 20),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        waits=st.booleans(),
+        shares=st.booleans(),
+    )
+    def add(self, prompt: int, output: int, priority: int, waits: bool, shares: bool) -> None:
+        prompt = min(prompt, self.most - 1)
+        output = min(output, self.most - prompt)
+        room = self.scheduler.num_waiting + len(self.scheduler.running) < 12
+        try:
+            self.scheduler.check_room(1)
+        except QueueFull:
+            assert not room
+            return
+        assert room
+        self.num_added += 1
+        added = sequence(
+            str(self.num_added),
+            prompt,
+            output,
+            priority=priority,
+            waits_for_tokens=waits,
+            recompute_len=self.recompute_len,
+            cache_len=self.recompute_len,
+            **({} if shares else {"cache_key": None}),
+        )
+        self.scheduler.add(added)
+        self.alive.append(added)
+
+    @precondition(lambda self: len(self.in_flight) <= self.depth)
+    @rule()
+    def send_off(self) -> None:
+        plan, rows = self.scheduler.schedule()
+        if not rows:
+            assert self.in_flight or not self.alive, "something waits, and nothing runs"
+            return
+        self.in_flight.append((plan, rows))
+        self._check_plan(plan, rows)
+
+    def _check_plan(self, plan: StepPlan, rows: list[Sequence]) -> None:
+        assert len(plan.chunks) == len(rows) == len(set(rows))
+        assert len(plan.prefills) <= self.limits.max_prefill_seqs
+        assert len(plan.decodes) <= self.limits.max_decode_seqs
+        assert self.limits.chunked or not (plan.decodes and plan.prefills)
+        total = sum(chunk.num_tokens for chunk in plan.chunks)
+        assert total <= self.limits.max_tokens or (not self.limits.chunked and len(plan.prefills) == 1)
+        written: set[tuple[int, int]] = set()
+        size = self.scheduler.pool.block_size
+        for chunk, s in zip(plan.chunks, rows, strict=True):
+            assert chunk.slot == s.slot
+            assert chunk.end <= s.length
+            places = {(s.blocks[p // size], p % size) for p in range(chunk.position, chunk.end)}
+            assert not places & written, "two rows write to one place"
+            written |= places
+        for chunk in plan.decodes:
+            assert chunk.num_tokens == 1
+
+    @precondition(lambda self: self.in_flight)
+    @rule(tokens=st.lists(st.sampled_from([1, 2, 3, STOP, -1]), min_size=8, max_size=8))
+    def read(self, tokens: list[int]) -> None:
+        plan, rows = self.in_flight.popleft()
+        ended_before = {s for s in rows if s.finish_reason is not None}
+        chosen = (tokens * len(rows))[: len(rows)]
+        touched = self.scheduler.collect(plan, rows, chosen)
+        for row in touched:
+            assert plan.chunks[row].samples
+            assert rows[row] not in ended_before
+            if chosen[row] == -1:
+                assert rows[row].finish_reason is FinishReason.ERROR
+            elif chosen[row] == STOP:
+                assert rows[row].finish_reason is FinishReason.STOP
+        self.alive = [s for s in self.alive if s.finish_reason is None]
+
+    @precondition(lambda self: self.alive)
+    @rule(which=st.integers(0, 100))
+    def abort(self, which: int) -> None:
+        self.scheduler.finish(self.alive.pop(which % len(self.alive)), FinishReason.ABORT)
+
+    @precondition(lambda self: not self.in_flight and self.scheduler.running)
+    @rule(which=st.integers(0, 100))
+    def preempt(self, which: int) -> None:
+        running = self.scheduler.running
+        self.scheduler.preempt(running[which % len(running)])
+
+    @rule()
+    def forget(self) -> None:
+        self.scheduler.pool.forget()
+
+    @invariant()
+    def check(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check()
+        for plan, rows in self.in_flight:  # nothing that a step touches is free
+            for chunk, s in zip(plan.chunks, rows, strict=True):
+                assert s.slot == chunk.slot, "its slot was given up under a step in flight"
+                assert not set(s.blocks) & set(self.scheduler.pool._free)
+
+    def teardown(self) -> None:
+        """Whatever has come to be comes to an end."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            plan, rows = self.scheduler.schedule()
+            if rows:
+                self.in_flight.append((plan, rows))
+            elif not self.in_flight:
+                break
+            if self.in_flight:
+                plan, rows = self.in_flight.popleft()
+                self.scheduler.collect(plan, rows, [1] * len(rows))
+        self.scheduler.check()
+        assert self.scheduler.is_idle, "some never end"
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
-def test_random_traffic(
-    requests: list[tuple[int, int]], prefills: int, decodes: int, block_size: int, recompute_len: int | None
-) -> None:
-    scheduler = Scheduler(BlockPool(12, block_size), prefills, decodes)
-    sequences = [sequence(str(i), *request, recompute_len) for i, request in enumerate(requests)]
-    for s in sequences:
-        scheduler.check_fits(s)
-        scheduler.add(s)
-    first_seen: list[str] = []
-    for _ in range(5000):
+
+
+class LongTraffic(Traffic):
+    """The same, 100,000 calls."""
+
+
+TestLongTraffic = pytest.mark.slow(LongTraffic.TestCase)
+TestLongTraffic.settings = settings(
+    max_examples=1000, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_first_come_first_served_but_for_priority() -> None:
+    scheduler = Scheduler(BlockPool(100, 8), limits(max_prefill_seqs=1))
+    for i, priority in enumerate([0, 0, -1, 5, 0]):
+        scheduler.add(sequence(str(i), 4, 1, priority=priority))
+    order = []
+    while True:
         plan, rows = scheduler.schedule()
         if not rows:
             break
-        assert len(plan.prefills) <= prefills
-        assert len(plan.decodes) <= decodes
-        assert not (plan.prefills and plan.decodes)
-        for chunk, s in zip(plan.chunks, rows, strict=True):
-            end = chunk.position + len(chunk.token_ids)
-            assert s.token_ids[chunk.position : end] == list(chunk.token_ids)
-            assert len(chunk.blocks) == -(-end // block_size)
-            if s.request_id not in first_seen:
-                first_seen.append(s.request_id)
-            s.append(7)
-            if s.finish_reason:
-                scheduler.finish(s)
-        check(scheduler)
-    assert all(s.finish_reason is FinishReason.LENGTH for s in sequences)
-    assert [len(s.output_ids) for s in sequences] == [max_tokens for _, max_tokens in requests]
-    assert first_seen == [s.request_id for s in sequences], "first come, first served"
-    assert scheduler.pool.num_free == scheduler.pool.num_usable
+        order += [s.request_id for s in rows]
+        scheduler.collect(plan, rows, [1])
+    assert order == ["2", "0", "1", "4", "3"]
 
 
-def test_growing_past_the_switch_is_prefilled_anew() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_growing_past_the_switch_is_computed_anew(depth: int) -> None:
     """Longrope: past its original length all keys need other frequencies."""
-    scheduler = Scheduler(BlockPool(12, 8), 1, 4)
-    s = sequence("a", 6, 10, recompute_len=8)
-    scheduler.add(s)
-    kinds = []
-    while not s.finish_reason:
-        plan, _ = scheduler.schedule()
-        [chunk] = plan.chunks
-        kinds.append((len(chunk.token_ids), chunk.span))
-        s.append(1)
+    scheduler = Scheduler(BlockPool(12, 8), limits())
+    scheduler.add(sequence("a", 6, 10, recompute_len=8))
+    kinds = [(c.num_tokens, max(c.span, c.end)) for plan in run(scheduler, depth) for c in plan.chunks]
     assert kinds == [(6, 6), (1, 7), (1, 8), (9, 9), (1, 10), (1, 11), (1, 12), (1, 13), (1, 14), (1, 15)]
 
 
-def test_what_never_fits_is_refused() -> None:
-    scheduler = Scheduler(BlockPool(4, 8), 1, 4)
-    scheduler.check_fits(sequence("fits", 20, 4))
-    with pytest.raises(InvalidRequest, match="need 4 KV blocks of 8 tokens, but there are only 3"):
-        scheduler.check_fits(sequence("never", 20, 5))
+@pytest.mark.parametrize("depth", [0, 1])
+def test_chunks_go_after_the_decodes(depth: int) -> None:
+    scheduler = Scheduler(BlockPool(40, 8), limits(chunked=True, max_tokens=10))
+    scheduler.add(sequence("short", 3, 9))
+    scheduler.add(sequence("long", 30, 2))
+    plans = run(scheduler, depth)
+    shapes = [(len(p.decodes), [c.num_tokens for c in p.prefills]) for p in plans]
+    assert shapes[:5] == [(0, [3, 7]), (1, [9]), (1, [9]), (1, [5]), (2, [])]
 
 
-def test_a_stop_token_wins_over_the_length() -> None:
-    s = Sequence("a", [1], SamplingParams(), frozenset({9}), 2)
-    s.append(9)
-    assert s.finish_reason is FinishReason.STOP
+@pytest.mark.parametrize("depth", [0, 1])
+def test_everybody_progresses_when_blocks_run_out(depth: int) -> None:
+    """Six that each need nearly the whole pool: preempted a bounded number of times, and all finish."""
+    scheduler = Scheduler(BlockPool(9, 4), limits(max_decode_seqs=6, max_prefill_seqs=6))
+    all_of_them = [sequence(str(i), 5, 26) for i in range(6)]
+    for s in all_of_them:
+        scheduler.add(s)
+    run(scheduler, depth)
+    assert scheduler.num_preemptions > 0
+    assert max(s.num_preempted for s in all_of_them) <= MAX_PREEMPTIONS
+    assert [len(s.output_ids) for s in all_of_them] == [26] * 6
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    scheduler = Scheduler(BlockPool(9, 4), limits(max_decode_seqs=6, max_prefill_seqs=6))
+    all_of_them = [sequence(str(i), 5, 26) for i in range(6)]
+    for s in all_of_them:
+        scheduler.add(s)
+    run(scheduler)
+    assert all_of_them[0].num_preempted == 0
+
+
+def test_hits_come_in_units_and_leave_the_last_token() -> None:
+    scheduler = Scheduler(BlockPool(100, 4), limits(prefix_unit=8))
+    found = []
+    for length in (32, 32, 33, 31, 9, 8, 40):
+        s = sequence("x", length, 1)
+        s.token_ids = s.prompt_ids = list(range(length))
+        scheduler.add(s)
+        run(scheduler)
+        found.append(s.num_cached)
+    assert found == [0, 24, 32, 24, 8, 0, 32]
+
+
+def test_salts_and_requests_that_must_not_share() -> None:
+    scheduler = Scheduler(BlockPool(100, 4), limits(prefix_unit=4))
+    cached = []
+    for key in (root_key("a"), root_key("b"), None, root_key("a"), root_key("\ud800"), root_key("b")):
+        s = sequence("x", 20, 1, cache_key=key)
+        scheduler.add(s)
+        run(scheduler)
+        cached.append(s.num_cached)
+    assert cached == [0, 0, 0, 16, 0, 16]
+
+
+def test_the_longest_unused_prefix_is_given_up_first() -> None:
+    scheduler = Scheduler(BlockPool(11, 4), limits(prefix_unit=4))
+
+    def cached(first: int) -> int | None:
+        s = sequence("x", 13, 1)
+        s.token_ids = s.prompt_ids = [first] * 13
+        scheduler.add(s)
+        run(scheduler)
+        return s.num_cached
+
+    assert [cached(1), cached(2), cached(1)] == [0, 0, 12]
+    assert cached(3) == 0  # takes the place of 2
+    assert [cached(1), cached(3)] == [12, 12]
+
+
+def test_limits_from_flags() -> None:
+    flags = EngineConfig(enable_prefix_cache_hbm=True, prefill_len_padding=100, block_size=8)
+    assert StepLimits.of(flags, 1000).prefix_unit == 200
+    per_block = EngineConfig(enable_prefix_cache_hbm=True, prefix_cache_unit="block")
+    assert StepLimits.of(per_block, 1000).prefix_unit == 32
+    assert StepLimits.of(EngineConfig(), 1000).prefix_unit is None
+
+
+def test_who_was_preempted_often_keeps_what_it_gets() -> None:
+    scheduler = Scheduler(BlockPool(13, 4), limits())
+    older, often = sequence("older", 5, 30), sequence("often", 5, 20, num_preempted=MAX_PREEMPTIONS)
+    for s in (older, often):
+        scheduler.add(s)
+    plan, rows = scheduler.schedule()
+    assert len(often.blocks) == 7, "blocks for its longest life at once"
+    scheduler.collect(plan, rows, [1, 1])
+    run(scheduler)
+    assert (often.num_preempted, older.num_preempted) == (MAX_PREEMPTIONS, 1)
+    assert (len(older.output_ids), len(often.output_ids)) == (30, 20)

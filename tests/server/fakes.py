@@ -1,25 +1,35 @@
-"""A backend without a model, and an LLM without weights: both answer with the prompt's ids reversed."""
+"""A backend and an engine without a model: both answer with the prompt's ids reversed, then the end token."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections import deque
-from collections.abc import Sequence
-from types import SimpleNamespace
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-from hex_llm.errors import InvalidRequest
+import psutil
+
+from hex_llm.engine.admission import Limits, check_request, make_request
+from hex_llm.engine.outputs import OutputCollector, for_engine
+from hex_llm.errors import InvalidRequest, QueueFull
+from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import CompletionOutput, FinishReason, SamplingParams
+from hex_llm.types import FinishReason, Request, RequestOutput, TokenLogprobs, Update
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+LIMITS = Limits(vocab_size=300, max_len=4096, max_blocks=1000, block_size=32, reads_text=True)
+# Prompts that begin with one of these make the FakeEngine fail.
+FAILS_TO_ADD, FAILS_TO_STEP, HANGS = 290, 291, 292
 
 
 class ByteCodec:
-    """A token for each byte. Remembers the threads that it ran in."""
+    """A token for each byte. Remembers the threads in which it encoded."""
 
     vocab_size = 256 + FIRST_BYTE
+    prefix = ""
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
@@ -32,11 +42,12 @@ class ByteCodec:
         return [BOS] * add_special_tokens + [FIRST_BYTE + byte for byte in text.encode()]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        self.threads.add(threading.get_ident())
+        return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
         specials = {} if skip_special_tokens else {BOS: b"<s>", EOS: b"</s>"}
-        return b"".join(
-            bytes([i - FIRST_BYTE]) if i >= FIRST_BYTE else specials.get(i, b"") for i in ids
-        ).decode("utf-8", "replace")
+        known = FIRST_BYTE <= token_id < self.vocab_size
+        return bytes([token_id - FIRST_BYTE]) if known else specials.get(token_id, b"")
 
 
 def byte_tokenizer(chat_template: str | None = TEMPLATE, codec: ByteCodec | None = None) -> Tokenizer:
@@ -44,85 +55,163 @@ def byte_tokenizer(chat_template: str | None = TEMPLATE, codec: ByteCodec | None
     return Tokenizer(codec or ByteCodec(), (EOS,), names, chat_template)
 
 
+def reversed_updates(request: Request) -> Iterator[Update]:
+    """One token each. Choice i leaves out the first i tokens; the likeliest tokens are the lowest ids."""
+    params = request.params
+    most = min(params.max_tokens or LIMITS.max_len, LIMITS.max_len - len(request.prompt_ids))
+    for index in range(params.num_choices):
+        ids = [*reversed(request.prompt_ids), EOS][index:]
+        if params.ignore_eos:
+            ids = (ids[:-1] or [FIRST_BYTE]) * (most // max(len(ids) - 1, 1) + 1)
+        for i, token_id in enumerate(ids[:most]):
+            update = Update(request.request_id, index, [token_id], num_cached=len(request.prompt_ids) - 1)
+            if params.logprobs is not None:
+                update.logprobs = [fake_logprobs(token_id, params.logprobs)]
+            if params.prompt_logprobs is not None and i == index == 0:
+                wanted = params.prompt_logprobs
+                update.prompt_logprobs = [fake_logprobs(p, wanted) for p in request.prompt_ids[1:]]
+            if token_id in ((EOS,) if not params.ignore_eos else ()) + params.stop_token_ids:
+                update.finish_reason = FinishReason.STOP
+                update.stop_token_id = token_id if token_id in params.stop_token_ids else None
+            elif i + 1 == most:
+                update.finish_reason = FinishReason.LENGTH
+            yield update
+            if update.finish_reason is not None:
+                break
+
+
+def fake_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    """That of a token is a thousandth of its id; the last of the likeliest has none at all."""
+    top = list(range(num_top))
+    return TokenLogprobs(
+        -token_id / 1000, token_id + 1, top, [-i / 1000 for i in top[:-1]] + [float("-inf")] * bool(top)
+    )
+
+
 class FakeBackend:
     """`hold` keeps answers back until it is set; `error` is raised instead of answering."""
 
     model_name = "fake"
-    max_len = 4096
+    max_len = LIMITS.max_len
 
     def __init__(self, tokenizer: Tokenizer | None = None, *, ready: bool = True) -> None:
         self.ready = ready
         self.tokenizer = tokenizer
-        self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.asked: list[Request] = []
         self.num_cancelled = 0
         self.hold: asyncio.Event | None = None
         self.error: Exception | None = None
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> CompletionOutput:
+    async def complete(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> RequestOutput:
         if self.error is not None:
             raise self.error
-        if not 0 < len(prompt_ids) < self.max_len:
-            raise InvalidRequest("the prompt is empty or too long", "prompt")
-        self.asked.append((list(prompt_ids), params))
+        if isinstance(prompt, str) and self.tokenizer is None:
+            raise InvalidRequest("prompt: this server has no tokenizer", "prompt")
+        ids = self.tokenizer.encode(prompt) if self.tokenizer and isinstance(prompt, str) else list(prompt)
+        request = make_request(
+            f"fake-{len(self.asked)}", ids, params, LIMITS, self.tokenizer,
+            priority=priority, cache_salt=cache_salt,
+        )  # fmt: skip
+        self.asked.append(request)
         try:
             await (self.hold.wait() if self.hold else asyncio.sleep(0))
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
-        return CompletionOutput(0, *reversed_output(prompt_ids, params))
-
-
-def reversed_output(prompt_ids: Sequence[int], params: SamplingParams) -> tuple[list[int], str, FinishReason]:
-    ids = [*reversed(prompt_ids), EOS]
-    limit = len(ids) if params.max_tokens is None else params.max_tokens
-    return ids[:limit], "", FinishReason.STOP if limit >= len(ids) else FinishReason.LENGTH
+        collector = OutputCollector(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
+        for update in reversed_updates(for_engine(request)):
+            collector.add(update)
+        return collector.output()
 
 
 class FakeEngine:
-    """One request runs, from step to step; the others wait. Remembers the threads that it ran in."""
+    """As the worker knows an engine. Each step gives every open choice a token; `journal` tells the rest."""
 
-    def __init__(self) -> None:
-        self.spec = SimpleNamespace(max_len=64)
-        self.scheduler = SimpleNamespace(waiting=deque())
-        self.running: SimpleNamespace | None = None
-        self.threads: set[int] = set()
+    limits = LIMITS
+
+    def __init__(self, journal: Path | None = None, *, step_s: float = 0.0, max_requests: int = 1000) -> None:
         self.num_steps = 0
-        self.may_step = threading.Event()
-        self.may_step.set()
-        self.error: Exception | None = None
-        self.idle = False
+        self._journal = journal
+        self._step_s = step_s
+        self._max_requests = max_requests
+        self._open: dict[tuple[str, int], list[Update]] = {}
+        self._ends: list[Update] = []
 
-    def prepare(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> SimpleNamespace:
-        self.threads.add(threading.get_ident())
-        if not prompt_ids:
-            raise InvalidRequest("the prompt is empty", "prompt")
-        return SimpleNamespace(
-            request_id=request_id, prompt_ids=prompt_ids, params=params, output_ids=[], finish_reason=None
-        )
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open or self._ends)
 
-    def add(self, sequence: SimpleNamespace) -> None:
-        self.threads.add(threading.get_ident())
-        self.scheduler.waiting.append(sequence)
+    def add(self, request: Request) -> None:
+        check_request(request, self.limits)
+        if request.prompt_ids[0] == FAILS_TO_ADD:
+            raise RuntimeError("at 0x7fffdeadbeef")
+        if len({request_id for request_id, _ in self._open}) >= self._max_requests:
+            raise QueueFull("too many requests")
+        self._note("add")
+        for update in reversed_updates(request):
+            self._open.setdefault((request.request_id, update.index), []).append(update)
 
-    def step(self) -> list[SimpleNamespace]:
-        self.threads.add(threading.get_ident())
+    def abort(self, request_id: str) -> None:
+        self._note("abort")
+        for key in [key for key in self._open if key[0] == request_id]:
+            self._end(key, FinishReason.ABORT)
+
+    def stop(self, request_id: str, index: int) -> None:
+        self._note(f"stop {index}")
+        if (request_id, index) in self._open:
+            self._end((request_id, index), FinishReason.STOP)
+
+    def step(self) -> list[Update]:
         self.num_steps += 1
-        if self.running is None:
-            self.running = self.scheduler.waiting.popleft()
-        self.may_step.wait()
-        if self.error is not None:
-            raise self.error
-        if self.idle:
-            return []
-        sequence = self.running
-        ids, _, reason = reversed_output(sequence.prompt_ids, sequence.params)
-        sequence.output_ids.append(ids[len(sequence.output_ids)])
-        if len(sequence.output_ids) == len(ids):
-            sequence.finish_reason, self.running = reason, None
-        return [sequence]
+        time.sleep(self._step_s)
+        updates, self._ends = self._ends, []
+        for key, left in list(self._open.items()):
+            updates.append(left.pop(0))
+            if not left:
+                del self._open[key]
+        for token_id in {i for update in updates for i in update.token_ids}:
+            if token_id == FAILS_TO_STEP:
+                raise RuntimeError("device lost\nat 0x7fffdeadbeef")
+            if token_id == HANGS:
+                time.sleep(3600)
+        if not self.has_work:
+            self._note("idle")
+        return updates
+
+    def _end(self, key: tuple[str, int], reason: FinishReason) -> None:
+        del self._open[key]
+        self._ends.append(Update(*key, finish_reason=reason))
+
+    def _note(self, event: str) -> None:
+        if self._journal is not None:
+            with self._journal.open("a") as file:
+                file.write(event + "\n")
 
 
-class FakeLLM:
-    def __init__(self) -> None:
-        self.engine = FakeEngine()
-        self.tokenizer = byte_tokenizer()
+def seconds_until_gone(processes: Iterable[psutil.Process], limit_s: float = 5) -> float:
+    """Zombies are gone: who must reap an orphan is none of ours."""
+    started = time.monotonic()
+    while any(map(_is_alive, processes)):
+        assert time.monotonic() - started < limit_s, "processes are left"
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def fake_worker(load: str) -> list[str]:
+    """A command that runs a real worker around `load`, Python that gives the loader's result."""
+    script = (
+        "import sys, time; from pathlib import Path; from hex_llm.errors import *;"
+        "from hex_llm.engine.worker import main; from tests.server.fakes import FakeEngine\n"
+        "def fail(error): raise error\n"
+        f"sys.exit(main(Path(sys.argv[1]), lambda config: {load}))"
+    )
+    return [sys.executable, "-c", script]

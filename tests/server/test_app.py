@@ -6,15 +6,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
 
 from hex_llm.config import ServerConfig
-from hex_llm.errors import HexError, ModelError
+from hex_llm.errors import EngineStopped, HexError, ModelError, QueueFull
+from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server.app import MAX_BODY, OPEN_PATHS, create_app
 from hex_llm.server.schemas import INERT
+from hex_llm.types import FinishReason, RequestOutput
 from tests.server.asking import CHAT, COMPLETIONS, GENERATE, HELLO, JSON, POSTS, ask, post, refusal
 from tests.server.fakes import BOS, EOS, ByteCodec, FakeBackend, byte_tokenizer
 
@@ -54,7 +57,10 @@ def test_models(backend: FakeBackend) -> None:
 
 # ---- fields, on every route
 
-EXTREMES = [True, "1", [], {}, -1, 0.5, 2**31, 2**63, 2**64, 10**400, float("nan"), float("inf"), -0.1]
+EXTREMES = [True, "1", [], {}, -101, 0.5, 2**31, 2**63, 2**64, 10**400, float("nan"), float("inf"), -0.1]
+FLOATS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty")
+PENALTIES = ("presence_penalty", "frequency_penalty")
+COUNTS = ("n", "best_of", "top_k", "max_tokens", "min_tokens", "prompt_logprobs", "truncate_prompt_tokens")
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -62,46 +68,177 @@ def test_fields_that_change_nothing_are_taken(backend: FakeBackend, path: str) -
     for name, values in INERT.items():
         for value in (*values, None):
             post(backend, path, {**HELLO[path], name: value})
-    same = {
-        "temperature": 0,
-        "top_k": -1,
-        "top_p": 1.0,
-        "n": 1.0,
-        "seed": 7,
-        "user": "me",
-        "max_tokens": None,
-    }
-    assert post(backend, path, {**HELLO[path], **same})
 
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("temperature", value) for value in [0.7, *EXTREMES]),
-        *(("max_tokens", value) for value in [0, *EXTREMES]),
-        *(("top_k", value) for value in [40, -2, *(v for v in EXTREMES if v != -1)]),
-        *(("top_p", value) for value in EXTREMES if value is True or value != 1),
-        *(("n", value) for value in [0, 2, *EXTREMES]),
-        *(("seed", value) for value in EXTREMES if value not in (-1, 2**31) or value is True),
-        *(("stop_token_ids", value) for value in ["1", 1, [-1], [True], [2**31], ["1"], [1] * 2000]),
-        *(("stop", value) for value in ["a", ["a"]]),
-        *(("ignore_eos", value) for value in [1, "true"]),
+        *((name, value) for name in FLOATS for value in EXTREMES if value is True or value != 0.5),
+        *(
+            (name, value)
+            for name in PENALTIES
+            for value in EXTREMES
+            if value is True or value not in (0.5, -0.1)
+        ),
+        *((name, value) for name in COUNTS for value in EXTREMES),
+        *((name, 0) for name in ("n", "best_of", "max_tokens", "truncate_prompt_tokens")),
+        *(("seed", value) for value in EXTREMES if value not in (-101, 2**31) or value is True),
+        *(("priority", value) for value in EXTREMES if value != -101),
+        *(
+            (name, v)
+            for name in ("stop_token_ids", "allowed_token_ids")
+            for v in ["1", 1, [-1], [True], [0.5], [300], [2**31], ["1"]]
+        ),
+        ("stop_token_ids", [1] * 2000),
+        ("allowed_token_ids", []),
+        *(
+            ("logit_bias", value)
+            for value in [
+                5,
+                [],
+                {"a": 1},
+                {"-1": 1},
+                {"300": 1},
+                {"1": "1"},
+                {"1": True},
+                {"5": float("nan")},
+                {str(i): 1 for i in range(2000)},
+            ]
+        ),
+        *(("stop", value) for value in [5, "", [""], [5], ["a"] * 100, "a" * 100_000]),
+        *(("bad_words", value) for value in ["a", [""], [" "], [5], ["a"] * 100]),
+        *(
+            (name, value)
+            for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+            for value in [1, "true"]
+        ),
+        ("cache_salt", 5),
+        ("cache_salt", "x" * 5000),
+        ("logprobs", "1"),
+        ("logprobs", 21),
+        ("logprobs", -1),
         ("stream", True),
-        ("logprobs", 0),
         ("tools", [{}]),
-        ("response_format", {"type": "json_object"}),
+        ("tool_choice", "required"),
+        ("use_beam_search", True),
+        *(
+            ("response_format", value)
+            for value in [
+                "json",
+                {},
+                {"type": "xml"},
+                {"type": "json_schema"},
+                {"type": "text", "json_schema": {"schema": {}}},
+                {"type": "json_object", "x": 1},
+            ]
+        ),
+        *(
+            ("structured_outputs", value)
+            for value in [
+                "a",
+                {},
+                {"json": {}, "regex": "a"},
+                {"choice": []},
+                {"choice": "a"},
+                {"regex": ""},
+                {"lark": "a"},
+            ]
+        ),
+        ("guided_decoding_backend", "x"),
         ("no_such_field", None),
         ("\n" * 100, 1),
     ],
 )
-def test_other_fields_are_refused_by_name(backend: FakeBackend, path: str, name: str, value: Any) -> None:
+def test_values_that_are_refused_by_name(backend: FakeBackend, path: str, name: str, value: Any) -> None:
     reply = ask(backend, "POST", path, content=json.dumps({**HELLO[path], name: value}), headers=JSON)
     error = refusal(reply)
     assert error["param"].startswith(ascii(name)[:80] if "\n" in name else name)
     assert error["param"] in error["message"]
     assert len(error["message"]) < 300
     assert not backend.asked
+
+
+ACTING: dict[str, tuple[Any, Any]] = {  # what is sent, and what the engine gets
+    "n": (2.0, 2),
+    "best_of": (3.0, 3),
+    "temperature": (0.5, 0.5),
+    "top_p": (0.5, 0.5),
+    "top_k": (40.0, 40),
+    "min_p": (0.1, 0.1),
+    "typical_p": (0.9, 0.9),
+    "presence_penalty": (-1, -1),
+    "frequency_penalty": (0.5, 0.5),
+    "repetition_penalty": (1.1, 1.1),
+    "logit_bias": ({"5": 200, "6": -1.0}, {5: 100.0, 6: -1.0}),
+    "seed": (-7.0, -7),
+    "max_tokens": (5.0, 5),
+    "min_tokens": (2.0, 2),
+    "stop": ("lo", ("lo",)),
+    "stop_token_ids": ([5.0, 6], (5, 6)),
+    "include_stop_str_in_output": (True, True),
+    "ignore_eos": (True, True),
+    "bad_words": (["x"], ("x",)),
+    "allowed_token_ids": ([5.0, 6], (5, 6)),
+    "prompt_logprobs": (1.0, 1),
+    "skip_special_tokens": (False, False),
+    "truncate_prompt_tokens": (3.0, 3),
+    "structured_outputs": ({"choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
+}
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_every_sampling_parameter_acts(backend: FakeBackend, path: str) -> None:
+    assert set(ACTING) | {"logprobs", "echo"} == {field.name for field in fields(SamplingParams)}
+    for name, (sent, gets) in ACTING.items():
+        post(backend, path, {**HELLO[path], "max_tokens": 100, name: sent})
+        default = SamplingParams(max_tokens=100)
+        assert backend.asked[-1].params == replace(default, **{name: gets})
+    post(backend, path, {**HELLO[path], "priority": -3.0, "cache_salt": "mine"})
+    assert (backend.asked[-1].priority, backend.asked[-1].cache_salt) == (-3, "mine")
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_defaults_are_those_of_openai(backend: FakeBackend, path: str) -> None:
+    post(backend, path, HELLO[path])
+    assert backend.asked[-1].params == SamplingParams(max_tokens=None if path == CHAT else 16)
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}}},
+            {"json": '{"a": 1}'},
+        ),
+        ({"structured_outputs": {"json": {"type": "array"}}}, {"json": '{"type": "array"}'}),
+        ({"structured_outputs": {"json": '{"type": "array"}'}}, {"json": '{"type": "array"}'}),
+        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, {"regex": "a+"}),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+        ({"guided_json": {"type": "array"}}, {"json": '{"type": "array"}'}),
+        ({"guided_json_object": True}, {"json_object": True}),
+        ({"guided_json_object": False}, None),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ("a", "b")}),
+        ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+    ],
+)  # fmt: skip
+def test_structured_outputs(
+    backend: FakeBackend, path: str, fields: dict[str, Any], wanted: dict[str, Any] | None
+) -> None:
+    post(backend, path, {**HELLO[path], **fields})
+    expected = None if wanted is None else StructuredOutputs(**wanted)
+    assert backend.asked[-1].params.structured_outputs == expected
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_only_one_structure_may_be_asked_for(backend: FakeBackend, path: str) -> None:
+    body = {**HELLO[path], "guided_regex": "a", "response_format": {"type": "json_object"}}
+    assert refusal(ask(backend, "POST", path, json=body))["param"] == "structured_outputs"
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -194,22 +331,43 @@ def test_unknown_paths_and_methods(backend: FakeBackend) -> None:
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize(
-    ("problem", "alive", "status"),
+    ("problem", "status"),
     [
-        (ModelError("the template is broken"), True, 500),
-        (HexError("the engine stopped"), False, 503),
-        (RuntimeError("at 0x7fffdeadbeef"), True, 500),
+        (ModelError("the template is broken"), 500),
+        (HexError("the output could not be put together"), 500),
+        (EngineStopped("the engine stopped"), 503),
+        (QueueFull("too many requests"), 429),
+        (RuntimeError("at 0x7fffdeadbeef"), 500),
     ],
 )
-def test_errors_of_the_engine(path: str, problem: Exception, alive: bool, status: int) -> None:
-    class Dying(FakeBackend):
-        async def generate(self, *_: Any) -> Any:
-            self.ready = alive
-            raise problem
-
-    error = refusal(ask(Dying(byte_tokenizer()), "POST", path, json=HELLO[path]), status)
-    assert error["type"] == "server_error"
+def test_errors_of_the_engine(backend: FakeBackend, path: str, problem: Exception, status: int) -> None:
+    backend.error = problem
+    reply = ask(backend, "POST", path, json=HELLO[path])
+    error = refusal(reply, status)
+    assert error["type"] == ("rate_limit_error" if status == 429 else "server_error")
     assert (str(problem) == error["message"]) == isinstance(problem, HexError)
+    assert ("retry-after" in reply.headers) == (status in (429, 503))
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    ("message", "status", "param"),
+    [("no finite score", 500, None), ("structured_outputs.regex: unbalanced", 400, "structured_outputs")],
+)
+def test_a_choice_that_fails_fails_its_request(
+    path: str, message: str, status: int, param: str | None
+) -> None:
+    class Failing(FakeBackend):
+        async def complete(self, *args: Any, **named: Any) -> RequestOutput:
+            output = await super().complete(*args, **named)
+            choices = [
+                replace(one, finish_reason=FinishReason.ERROR, error=message, error_param=param)
+                for one in output.outputs
+            ]
+            return replace(output, outputs=choices)
+
+    error = refusal(ask(Failing(byte_tokenizer()), "POST", path, json=HELLO[path]), status)
+    assert (error["message"], error["param"]) == (message, param)
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -240,10 +398,9 @@ def test_a_client_that_leaves_cancels_its_request(backend: FakeBackend, path: st
     assert backend.num_cancelled == 1
 
 
-@pytest.mark.parametrize("path", POSTS)
-def test_text_is_made_off_the_event_loop(path: str) -> None:
+def test_chats_are_rendered_off_the_event_loop() -> None:
     codec = ByteCodec()
-    post(FakeBackend(byte_tokenizer(codec=codec)), path, HELLO[path])
+    post(FakeBackend(byte_tokenizer(codec=codec)), CHAT, HELLO[CHAT])
     assert codec.threads
     assert threading.get_ident() not in codec.threads
 

@@ -10,7 +10,7 @@ from hex_llm.config import ServerConfig
 from hex_llm.server.app import create_app
 from hex_llm.server.schemas import MAX_PROMPTS
 from tests.server.asking import CHAT, GENERATE, HELLO, ask, post, refusal
-from tests.server.fakes import FakeBackend
+from tests.server.fakes import EOS, FakeBackend
 
 SAMPLES = {
     "python": {"instances": [{"prompt": "hello", "max_tokens": 3, "temperature": 1.0, "top_k": 1}]},
@@ -32,8 +32,28 @@ def test_output_formats(backend: FakeBackend) -> None:
     raw = post(backend, GENERATE, body, config={"predict_output_format": "raw"})
     assert raw == {"predictions": ["olleh \n "]}
     body["instances"][0]["raw_response"] = True
-    counted = {"output_token_counts": [10], "cumulative_logprobs": [None]}
+    ids = [*reversed(backend.asked[-1].prompt_ids), EOS]
+    counted = {"output_token_counts": [10], "cumulative_logprobs": [pytest.approx(-sum(ids) / 1000)]}
     assert post(backend, GENERATE, body) == {**raw, **counted}
+
+
+def test_each_choice_is_a_prediction(backend: FakeBackend) -> None:
+    body = {
+        "instances": [{"prompt": "ab", "n": 2}, {"prompt": "c", "echo": True}],
+        "parameters": {"max_tokens": 9},
+    }
+    raw = post(backend, GENERATE, body, config={"predict_output_format": "raw"})
+    assert raw == {"predictions": ["ba", "a", "cc"]}
+
+
+def test_logprobs_stand_beside_the_predictions(backend: FakeBackend) -> None:
+    body = {"instances": [{"prompt": "a", "logprobs": 0, "prompt_logprobs": 0}, {"prompt": "b"}]}
+    reply = post(backend, GENERATE, body)
+    assert reply["logprobs"][0]["tokens"] == ["a", "<s>", "</s>"]
+    assert [known and len(known) for known in reply["prompt_logprobs"]] == [2, None]
+    assert reply["logprobs"][1] is None
+    body = {"prompt": "a", "raw_response": True}
+    assert "logprobs" not in post(backend, GENERATE, body)
 
 
 def test_instances_run_together(backend: FakeBackend) -> None:
@@ -90,7 +110,7 @@ def test_several_chats_through_generate(backend: FakeBackend) -> None:
         ({"instances": [{"prompt": "a", "parameters": [5]}]}, "parameters", "object"),
         ({"instances": [{"prompt": "a", "topK": 1, "top_k": 1}]}, "top_k", "twice"),
         ({"prompt": "a", "max_tokens": 1, "parameters": {"maxOutputTokens": 1}}, "max_tokens", "twice"),
-        ({"instances": [{"prompt": "a", "topP": 0.8}]}, "top_p", "top_p"),
+        ({"instances": [{"prompt": "a", "topP": 1.8}]}, "top_p", "top_p"),
         ({"instances": [{"prompt": "a", "dynamic-lora": "gs://b"}]}, "dynamic-lora", "dynamic-lora"),
         ({"inputs": "a"}, "inputs", "not built yet"),
         ({"prompt": ["a"]}, "prompt", "prompt"),

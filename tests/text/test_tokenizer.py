@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,53 @@ def test_as_auto_tokenizer(shape: Callable[[Path], None], tmp_path: Path) -> Non
     assert {name: ours.special_tokens[name] for name in ("bos_token", "eos_token") if name in named} == {
         name: named[name] for name in ("bos_token", "eos_token") if name in named
     }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_any_ids_decode_as_with_auto_tokenizer(shape: Callable[[Path], None], tmp_path: Path) -> None:
+    shape(tmp_path)
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    broken = {i for i in range(ours.vocab_size) if theirs.convert_ids_to_tokens(i) in HIGH_BYTES}
+    ids = [*(i for i in range(ours.vocab_size) if i not in broken), 10**6]
+    draw = random.Random(0)
+    for skip in (True, False):
+        for _ in range(200):
+            some = draw.choices(ids, k=draw.randrange(12))
+            assert ours.decode(some, skip_special_tokens=skip) == theirs.decode(
+                some, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            ), some
+    assert bool(broken) == ("gemma" in shape.__name__ or shape in (llama2, *LLAMA2_LIKE))
+
+
+HIGH_BYTES = {f"<0x{byte:02X}>" for byte in range(0x80, 0x100)}
+LLAMA2_LIKE = (llama2_legacy, mistral, phi3, llama2_model_file)
+
+
+@pytest.mark.parametrize("mode", ["auto", "slow"])
+def test_byte_tokens(mode: str, tmp_path: Path) -> None:
+    """What is a character stays one beside what is none; transformers would drop both."""
+    llama2_model_file(tmp_path)
+    ours = load_tokenizer(tmp_path, mode=mode)
+
+    def decode(data: bytes) -> str:
+        return ours.decode([found for byte in data if (found := ours.codec.token_id(f"<0x{byte:02X}>"))])
+
+    assert decode("日本🙂".encode()) == "日本🙂"
+    assert decode("日".encode() + b"\xff\xe6\x97") == "日\ufffd\ufffd"
+    assert decode(b"\n\xe6\x97a\x80 b") == "\n\ufffda\ufffd b"
+    assert decode(b" a") == "a"
+
+
+def test_slow_decodes_any_ids_as_sentencepiece(tmp_path: Path) -> None:
+    llama2_model_file(tmp_path)
+    ours = load_tokenizer(tmp_path, mode="slow")
+    package = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    ids = [i for i in range(package.vocab_size()) if package.id_to_piece(i) not in HIGH_BYTES]
+    draw = random.Random(0)
+    for _ in range(500):
+        # Begun with a word: the package and we differ about spaces at the start that are not of a word.
+        some = [*package.encode("the"), *draw.choices(ids, k=draw.randrange(12))]
+        assert ours.decode(some) == package.decode(some), [package.id_to_piece(i) for i in some]
 
 
 def test_slow_is_sentencepiece(tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""The one door into an engine: a request is made here, with every field checked against the model.
+
+What is wrong in itself SamplingParams has refused already. Nothing is allocated before all checks are done.
+Both sides of the process border call this: the front end to answer at once, the engine because it trusts
+nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Any, SupportsIndex
+
+from hex_llm.errors import InvalidRequest
+from hex_llm.sampling_params import MAX_INT, SamplingParams
+from hex_llm.text.bad_words import bad_word_ids
+from hex_llm.text.tokenizer import Tokenizer
+from hex_llm.types import Request
+
+MAX_SALT = 4096  # characters
+MAX_ID = 256
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine can serve."""
+
+    vocab_size: int  # the width of its logits
+    max_len: int  # tokens of one sequence
+    max_blocks: int  # KV blocks that one sequence could hold if it were alone
+    block_size: int
+    reads_text: bool  # it has a tokenizer, which structured output needs
+
+
+def make_request(
+    request_id: str,
+    prompt_ids: ListLike[int],
+    params: SamplingParams,
+    limits: Limits,
+    tokenizer: Tokenizer | None = None,
+    *,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> Request:
+    """Raises InvalidRequest, which names the field."""
+    request = Request(request_id, _truncated(prompt_ids, params, limits), params, priority, cache_salt)
+    check_request(request, limits)
+    if params.stop or params.bad_words or params.structured_outputs:
+        _check_text(params, tokenizer)
+    if params.bad_words:
+        assert tokenizer is not None
+        words = [ids for word in params.bad_words for ids in bad_word_ids(tokenizer, word)]
+        request = replace(request, bad_word_ids=words)
+        check_request(request, limits)
+    return request
+
+
+def max_len_of(request: Request, limits: Limits) -> int:
+    """Tokens after which each of its sequences ends."""
+    wanted = request.params.max_tokens
+    return limits.max_len if wanted is None else min(limits.max_len, len(request.prompt_ids) + wanted)
+
+
+def check_request(request: Request, limits: Limits) -> None:
+    """JAX clamps an index out of range instead of failing, so this is the only guard."""
+    params = request.params
+    _check_prompt(request.prompt_ids, limits)
+    _check_ids("stop_token_ids", params.stop_token_ids, limits)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
+    _check_ids("logit_bias", params.logit_bias or (), limits)
+    for ids in request.bad_word_ids:
+        if not ids:
+            raise InvalidRequest("bad_words: a word without tokens", "bad_words")
+        _check_ids("bad_words", ids, limits)
+    max_len = max_len_of(request, limits)
+    if params.min_tokens > max_len - len(request.prompt_ids):
+        raise InvalidRequest(
+            f"min_tokens: {params.min_tokens} do not fit: the prompt has {len(request.prompt_ids)} tokens, "
+            f"prompt and output together may have {max_len}",
+            "min_tokens",
+        )
+    _check_blocks(max_len, limits)
+    if params.structured_outputs is not None and not limits.reads_text:
+        raise InvalidRequest("structured_outputs: this server has no tokenizer", "structured_outputs")
+    if not _is_whole(request.priority) or abs(request.priority) > MAX_INT:
+        raise InvalidRequest(f"priority: must be a whole number from {-MAX_INT} to {MAX_INT}", "priority")
+    if not isinstance(request.cache_salt, str) or len(request.cache_salt) > MAX_SALT:
+        raise InvalidRequest(f"cache_salt: must be a text of at most {MAX_SALT} characters", "cache_salt")
+    if not isinstance(request.request_id, str) or not 0 < len(request.request_id) <= MAX_ID:
+        raise InvalidRequest(f"request_id: must be a text of 1 to {MAX_ID} characters", "request_id")
+
+
+def _truncated(prompt_ids: ListLike[int], params: SamplingParams, limits: Limits) -> list[int]:
+    """The end of the prompt, if only that is wanted; room for one token of output is always left."""
+    wanted = params.truncate_prompt_tokens
+    if wanted is None:
+        # Before a copy is made: a prompt may have any length.
+        _check_length(prompt_ids, limits)
+        return _plain(prompt_ids)
+    room = limits.max_len - (params.max_tokens or 1) if wanted == -1 else wanted
+    if wanted > limits.max_len - 1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: {wanted} is more than a prompt may have, {limits.max_len - 1}",
+            "truncate_prompt_tokens",
+        )
+    return _plain(prompt_ids[-max(room, 1) :])
+
+
+def _plain(prompt_ids: ListLike[Any]) -> list[int]:
+    """Whole numbers of other libraries as our own; what is none stays as it is, to be refused."""
+    return [
+        i if type(i) is int or isinstance(i, bool) or not isinstance(i, SupportsIndex) else index(i)
+        for i in prompt_ids
+    ]
+
+
+def _check_prompt(prompt_ids: ListLike[int], limits: Limits) -> None:
+    if len(prompt_ids) == 0:
+        raise InvalidRequest("the prompt is empty", "prompt")
+    _check_length(prompt_ids, limits)
+    _check_ids("prompt", prompt_ids, limits)
+
+
+def _check_length(prompt_ids: ListLike[int], limits: Limits) -> None:
+    if len(prompt_ids) >= limits.max_len:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt_ids)} tokens; prompt and output together may have {limits.max_len}",
+            "prompt",
+        )
+
+
+def _check_blocks(max_len: int, limits: Limits) -> None:
+    needed = -(-max_len // limits.block_size)
+    if needed > limits.max_blocks:
+        raise InvalidRequest(
+            f"prompt and max_tokens need {needed} KV blocks of {limits.block_size} tokens, but there are "
+            f"only {limits.max_blocks}: lower max_tokens or raise --num_blocks",
+            "max_tokens",
+        )
+
+
+def _check_ids(name: str, token_ids: Iterable[Any], limits: Limits) -> None:
+    for token_id in token_ids:
+        if not _is_whole(token_id) or not 0 <= token_id < limits.vocab_size:
+            raise InvalidRequest(
+                f"{name}: token id {token_id!r:.40} is not a whole number from 0 to {limits.vocab_size - 1}",
+                name,
+            )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_text(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is None:
+        name = "stop" if params.stop else "bad_words" if params.bad_words else "structured_outputs"
+        raise InvalidRequest(f"{name}: this server has no tokenizer (--skip_tokenizer_init)", name)

@@ -1,0 +1,71 @@
+"""Which tokens a sequence may take next: all that its request asks for, as one bit for each token.
+
+Host side, numpy only. The words it makes are what a slot remembers (`slots.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from hex_llm.engine.batch import Ints
+from hex_llm.types import Request
+
+
+class Matcher(Protocol):
+    """What follows a grammar; `text/grammar.py` makes them."""
+
+    def mask(self) -> Ints: ...
+    def accept(self, token_id: int) -> bool: ...
+    @property
+    def stopped(self) -> bool: ...
+
+
+class Constraint:
+    def __init__(
+        self, request: Request, stop_ids: Iterable[int], vocab_size: int, matcher: Matcher | None = None
+    ) -> None:
+        params = request.params
+        allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        self._words = _bits(allowed, vocab_size)
+        self._words &= ~_bits((ids[0] for ids in request.bad_word_ids if len(ids) == 1), vocab_size)
+        self._long_bad_words = [ids for ids in request.bad_word_ids if len(ids) > 1]
+        self._not_before = len(request.prompt_ids) + params.min_tokens  # what may end it comes from there on
+        self._stop_words = _bits(stop_ids, vocab_size)
+        self._was_early = True
+        self.matcher = matcher
+        self._limits_all = bool(params.allowed_token_ids is not None or request.bad_word_ids or matcher)
+        self._limits_early = params.min_tokens > 0 and bool(self._stop_words.any())
+
+    @property
+    def is_needed(self) -> bool:
+        return self._limits_all or self._limits_early
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Each word depends on the tokens before it, so the host must have read them."""
+        return self.matcher is not None or bool(self._long_bad_words)
+
+    def words(self, token_ids: list[int], position: int) -> Ints:
+        """What may stand at `position`, after these tokens (which may be known only in part if the words do
+        not follow them)."""
+        self._was_early = position < self._not_before
+        words = self._words & ~self._stop_words if self._was_early else self._words
+        ends = [ids[-1] for ids in self._long_bad_words if token_ids[1 - len(ids) :] == ids[:-1]]
+        if ends:
+            words = words & ~_bits(ends, 32 * len(words))
+        return words if self.matcher is None else words & self.matcher.mask()
+
+    def changed_words(self, token_ids: list[int], position: int) -> Ints | None:
+        """None: the same as when they were last asked for."""
+        if not self.follows_tokens and self._was_early == (position < self._not_before):
+            return None
+        return self.words(token_ids, position)
+
+
+def _bits(token_ids: Iterable[int], vocab_size: int) -> Ints:
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    flags[np.fromiter(token_ids, np.int64)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)

@@ -1,0 +1,115 @@
+"""From a config to an engine that runs: files, weights, memory, programs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hex_llm.config import EngineConfig
+from hex_llm.engine.batch import Paddings
+from hex_llm.engine.engine import Engine
+from hex_llm.engine.memory import account, explained, num_kv_blocks
+from hex_llm.engine.runner import Runner, keep_compiled
+from hex_llm.errors import ConfigError
+from hex_llm.models.families import model_spec
+from hex_llm.parallel.shardings import make_mesh
+from hex_llm.text.grammar import GrammarFactory
+from hex_llm.text.tokenizer import Tokenizer
+from hex_llm.weights.load import init_weights, load_weights
+from hex_llm.weights.model_files import ModelFiles, open_model, open_tokenizer
+from hex_llm.weights.source import fetch
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, Tokenizer | None]:
+    """Fetches, loads and, with --warmup, compiles all that requests can need."""
+    files = open_files(config)
+    tokenizer = load_tokenizer(config, files)
+    keep_compiled(config.cache_dir)
+    engine = build_engine(config, files, tokenizer, progress)
+    if config.warmup:
+        with explained(config, "compiling", describe_memory(engine)):
+            engine.warm_up(progress)
+    log.info("%s", describe_memory(engine))
+    return engine, tokenizer
+
+
+def open_files(config: EngineConfig) -> ModelFiles:
+    config_only = config.load_format == "dummy"
+    path = _fetch(config, config.model, config_only=config_only)
+    return open_model(path, trust_remote_code=config.trust_remote_code, config_only=config_only)
+
+
+def load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is None:
+        return files.open_tokenizer(config.tokenizer_mode)
+    return open_tokenizer(_fetch(config, config.tokenizer, tokenizer_only=True), config.tokenizer_mode)
+
+
+def build_engine(
+    config: EngineConfig, files: ModelFiles, tokenizer: Tokenizer | None, progress: bool = False
+) -> Engine:
+    spec = model_spec(files.config, max_model_len=config.max_model_len, sliding_window=config.sliding_window)
+    _check_hosts(config)
+    mesh = make_mesh(config.tensor_parallel_size)
+    held = spec.split_over(mesh.size)
+    devices = list(mesh.devices.flat)
+    dtype = resolve_dtype(config.dtype, spec.dtype, devices[0].platform)
+    weights = (
+        init_weights(held, mesh, dtype, config.seed)
+        if files.checkpoint is None
+        else load_weights(held, files.checkpoint, mesh, dtype, progress)
+    )
+    num_blocks = num_kv_blocks(config, held, dtype, devices)
+    paddings = Paddings(config, spec.max_len)
+    with explained(
+        config,
+        "allocating the KV cache",
+        str(account(weights, [], None, devices, num_blocks, config.block_size)),
+    ):
+        runner = Runner(held, weights, mesh, paddings, num_blocks, dtype)
+    grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
+    return Engine(config, held, runner, num_blocks, grammars)
+
+
+def describe_memory(engine: Engine) -> str:
+    """Where the memory of each device goes, in one line."""
+    runner, pool = engine.runner, engine.scheduler.pool
+    devices = list(runner.mesh.devices.flat)
+    known = account(
+        runner.weights, runner.pages, runner.temporary_bytes(), devices, pool.num_blocks, pool.block_size
+    )
+    return str(known)
+
+
+def resolve_dtype(asked: str, stored: str, platform: str) -> np.dtype[Any]:
+    """auto: the checkpoint's own, but float32 on CPUs, where bfloat16 is many times slower."""
+    if asked != "auto":
+        return np.dtype(DTYPES[asked])
+    if platform == "cpu":
+        return np.dtype(np.float32)
+    return np.dtype(jnp.float16 if stored == "float16" and platform == "gpu" else jnp.bfloat16)
+
+
+def _fetch(config: EngineConfig, name: str | None, **only: bool) -> Path:
+    return fetch(name, revision=config.revision, token=config.hf_token, cache_dir=config.cache_dir, **only)
+
+
+def _check_hosts(config: EngineConfig) -> None:
+    """Public notebooks pass --num_hosts=4 on a single host; what fits here runs here."""
+    if config.num_hosts == 1:
+        return
+    needed, here = config.tensor_parallel_size * config.data_parallel_size, len(jax.local_devices())
+    if needed > here:
+        raise ConfigError(f"--num_hosts={config.num_hosts}: serving from several hosts is not built yet")
+    log.warning("--num_hosts=%d: %d device(s) are enough, so one host serves", config.num_hosts, needed)

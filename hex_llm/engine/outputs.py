@@ -1,0 +1,236 @@
+"""From an engine's updates to what the user gets: text, log-probabilities, the ends of choices.
+
+Both fronts use it, `LLM` and the client of an engine process, so they give the same answers. No jax; knows
+neither how updates arrive nor who reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from hex_llm.text.detokenize import Detokenizer
+from hex_llm.text.tokenizer import Tokenizer
+from hex_llm.types import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Logprobs,
+    Request,
+    RequestOutput,
+    TokenLogprobs,
+    Update,
+)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new in one choice since it was last asked for."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    error: str
+
+
+def for_engine(request: Request) -> Request:
+    """What an engine must be asked for, that the request's output can be put together.
+
+    The likeliest choices are known by their log-probabilities; an echo shows those of the prompt too.
+    """
+    params = request.params
+    if params.logprobs is None and params.num_choices > params.n:
+        params = replace(params, logprobs=0)
+    elif params.logprobs is not None and params.echo:
+        params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+    return replace(request, params=params)
+
+
+class OutputCollector:
+    """One request's output while it grows. `request` is the user's; the engine gets `for_engine(request)`.
+
+    The token that ends a choice is one of its token ids, but no part of its text unless the user wants stop
+    strings there too. Where a stop string ends a choice, so does the token that completed it.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, prompt: str | None = None) -> None:
+        """`prompt` is the text, where there was one; an echo of ids, or of a part of the text, is decoded."""
+        self.request = request
+        self.prompt = prompt
+        self.num_cached = 0
+        self._tokenizer = tokenizer
+        self._choices = [
+            _Choice(i, _detokenizer(request, tokenizer)) for i in range(request.params.num_choices)
+        ]
+        if request.params.echo:
+            for choice in self._choices:
+                choice.pieces.append(self._prompt_text())
+        self._num_open = len(self._choices)
+        self._prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def finished(self) -> bool:
+        return self._num_open == 0
+
+    def add(self, update: Update) -> bool:
+        """Whether a stop string ended the choice: the engine, which sees no text, must be told to stop it.
+
+        What comes for a choice that has ended is ignored.
+        """
+        choice = self._choices[update.index]
+        if choice.ended:
+            return False
+        self.num_cached = max(self.num_cached, update.num_cached)
+        self._prompt_logprobs += update.prompt_logprobs
+        choice.add(update, self.request.params.include_stop_str_in_output)
+        if choice.finish_reason is None:
+            return False
+        self._num_open -= 1
+        return update.finish_reason is None
+
+    def deltas(self) -> list[Delta]:
+        """What is new in each choice since the last call, all of it, however much that is; maybe nothing.
+
+        An echo's text comes first. All choices are told, also where only the likeliest are wanted.
+        """
+        found = []
+        for choice in self._choices:
+            if choice.has_news:
+                text, token_ids, raw = choice.take_news()
+                end = choice.finish_reason, choice.stop_reason, choice.error
+                found.append(Delta(choice.index, text, token_ids, self._logprobs(token_ids, raw), *end))
+        return found
+
+    def output(self) -> RequestOutput:
+        """Everything so far. Where more choices were made than are wanted, the likeliest per token."""
+        params = self.request.params
+        choices = self._choices
+        if len(choices) > params.n:
+            choices = sorted(choices, key=_Choice.likelihood, reverse=True)[: params.n]
+        asked = None if params.prompt_logprobs is None else self.prompt_logprobs(params.prompt_logprobs)
+        return RequestOutput(
+            self.request.request_id,
+            self.request.prompt_ids,
+            [self._completion(i, choice) for i, choice in enumerate(choices)],
+            self.prompt,
+            asked,
+            self.num_cached,
+            self.finished,
+        )
+
+    def prompt_logprobs(self, num_top: int) -> list[Logprobs | None]:
+        """One for each token of the prompt, as far as they have come; nothing precedes the first."""
+        ids = self.request.prompt_ids[1:]
+        return [None, *self._named(ids, (_cut(raw, num_top) for raw in self._prompt_logprobs))]
+
+    def _completion(self, index: int, choice: _Choice) -> CompletionOutput:
+        params = self.request.params
+        logprobs = self._logprobs(choice.token_ids, choice.logprobs)
+        if logprobs is not None and params.echo:
+            assert params.logprobs is not None
+            logprobs = [known or {} for known in self.prompt_logprobs(params.logprobs)] + logprobs
+        return CompletionOutput(
+            index,
+            list(choice.token_ids),
+            "".join(choice.pieces),
+            choice.finish_reason,
+            choice.stop_reason,
+            choice.cumulative_logprob if choice.logprobs else None,
+            logprobs,
+            choice.error,
+            choice.error_param,
+        )
+
+    def _prompt_text(self) -> str:
+        params = self.request.params
+        if self._tokenizer is None or (self.prompt is not None and params.truncate_prompt_tokens is None):
+            return self.prompt or ""
+        return self._tokenizer.decode(self.request.prompt_ids, skip_special_tokens=params.skip_special_tokens)
+
+    def _logprobs(self, token_ids: list[int], raw: list[TokenLogprobs]) -> list[Logprobs] | None:
+        """None: the user did not ask for them, even if the engine was."""
+        return None if self.request.params.logprobs is None else self._named(token_ids, raw)
+
+    def _named(self, token_ids: Iterable[int], raw: Iterable[TokenLogprobs]) -> list[Logprobs]:
+        return [self._of_token(token_id, one) for token_id, one in zip(token_ids, raw, strict=False)]
+
+    def _of_token(self, token_id: int, raw: TokenLogprobs) -> Logprobs:
+        top = zip(raw.top_ids, raw.top_logprobs, strict=True)
+        known = {i: Logprob(value, rank, self._name(i)) for rank, (i, value) in enumerate(top, 1)}
+        return {token_id: Logprob(raw.logprob, raw.rank, self._name(token_id)), **known}
+
+    def _name(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.codec.token_bytes(token_id, False).decode("utf-8", "replace")
+
+
+@dataclass(eq=False)
+class _Choice:
+    index: int
+    detokenizer: Detokenizer | None
+    pieces: list[str] = field(default_factory=list)  # of text
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str = ""
+    error_param: str | None = None
+    # What a reader of deltas has got:
+    num_told: int = 0  # tokens
+    num_pieces_told: int = 0
+    end_is_told: bool = False
+
+    def add(self, update: Update, include_stop: bool) -> None:
+        ended = update.finish_reason is not None
+        # Stopped by the engine with a token, it is that token; stopped otherwise, there is none.
+        hidden = update.finish_reason is FinishReason.STOP and not include_stop
+        text_ids = update.token_ids[:-1] if hidden else update.token_ids
+        self.token_ids += update.token_ids
+        self.logprobs += update.logprobs
+        self.finish_reason, self.stop_reason = update.finish_reason, update.stop_token_id
+        self.error, self.error_param = update.error, update.param
+        if self.detokenizer is None:
+            return
+        if text := self.detokenizer.add(text_ids, ended=ended):
+            self.pieces.append(text)
+        if self.detokenizer.stopped_by is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, self.detokenizer.stopped_by
+            del self.token_ids[self.detokenizer.num_tokens :]
+            del self.logprobs[self.detokenizer.num_tokens :]
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(one.logprob for one in self.logprobs)
+
+    def likelihood(self) -> float:
+        """For comparing with others: that of its mean token; one that failed is the last."""
+        failed = self.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+        return -math.inf if failed or not self.logprobs else self.cumulative_logprob / len(self.logprobs)
+
+    @property
+    def has_news(self) -> bool:
+        end_is_new = self.ended and not self.end_is_told
+        return end_is_new or self.num_told < len(self.token_ids) or self.num_pieces_told < len(self.pieces)
+
+    def take_news(self) -> tuple[str, list[int], list[TokenLogprobs]]:
+        start, first = self.num_told, self.num_pieces_told
+        self.num_told, self.num_pieces_told = len(self.token_ids), len(self.pieces)
+        self.end_is_told = self.ended
+        return "".join(self.pieces[first:]), self.token_ids[start:], self.logprobs[start:]
+
+
+def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:
+    return None if tokenizer is None else Detokenizer(tokenizer, request.params, request.prompt_ids)
+
+
+def _cut(raw: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    return raw._replace(top_ids=raw.top_ids[:num_top], top_logprobs=raw.top_logprobs[:num_top])

@@ -1,0 +1,143 @@
+"""What a front end and an engine process say to each other: typed messages in msgpack, over ZMQ.
+
+A frame is one message. It is decoded strictly into these types, whose own checks run then too, and nothing
+in it is ever executed. What cannot be decoded, or is too large to be meant, is thrown away. No jax.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from hex_llm.config import EngineConfig
+from hex_llm.engine.admission import Limits
+from hex_llm.types import Request, Update
+
+log = logging.getLogger(__name__)
+
+# A request is bounded by the model's length and vocabulary; a step's longest news are log-probabilities of
+# whole prompts. ZMQ hangs up on a peer that announces more, before anything is allocated.
+MAX_COMMAND = 64 << 20
+MAX_REPORT = 1 << 30
+LINGER_MS = 1000  # what a closing socket gets to deliver its last messages
+
+
+# ---- to the engine
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first one: what to load."""
+
+    config: EngineConfig
+    log_level: int
+
+
+class Add(msgspec.Struct, tag=True):
+    request: Request
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_id: str
+
+
+class Stop(msgspec.Struct, tag=True):
+    """A stop string ended this choice."""
+
+    request_id: str
+    index: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """The process ends, whatever is running."""
+
+
+Command = Start | Add | Abort | Stop | Shutdown
+
+
+# ---- from the engine
+
+
+class Ready(msgspec.Struct, tag=True):
+    limits: Limits
+
+
+class Step(msgspec.Struct, tag=True):
+    """All that one step brought."""
+
+    updates: list[Update]
+    num_steps: int  # so far
+
+
+class Refused(msgspec.Struct, tag=True):
+    """A request was not accepted."""
+
+    request_id: str
+    kind: str  # the name of the error's class
+    message: str
+    param: str | None = None
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The last one: loading or a step failed, and the process ends."""
+
+    kind: str
+    message: str
+
+
+Report = Ready | Step | Refused | Failed
+
+T = TypeVar("T")
+
+
+def encode(message: Command | Report) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+class Reader(Generic[T]):
+    """Decodes frames of one direction, and counts those that are none."""
+
+    def __init__(self, messages: Any) -> None:
+        """`messages` is Command or Report, which T stands for."""
+        self.num_malformed = 0
+        self._decoder = msgspec.msgpack.Decoder(messages)
+
+    def decode(self, frame: bytes) -> T | None:
+        """None: the frame was malformed."""
+        try:
+            message: T = self._decoder.decode(frame)
+        except Exception as error:  # the types' own checks raise theirs
+            self.num_malformed += 1
+            if (
+                self.num_malformed.bit_count() == 1
+            ):  # the 1st, 2nd, 4th, 8th, ...: a flood must not fill the log
+                log.warning(
+                    "malformed frames: %d so far; the last had %d bytes (%s)",
+                    self.num_malformed,
+                    len(frame),
+                    type(error).__name__,
+                )
+            return None
+        return message
+
+
+# ---- sockets
+
+
+def command_address(folder: Path) -> str:
+    return f"ipc://{folder}/commands"
+
+
+def report_address(folder: Path) -> str:
+    return f"ipc://{folder}/reports"
+
+
+def set_limits(socket: zmq.Socket[Any], max_frame: int) -> None:
+    """Sending never blocks: what waits in a queue is bounded by the requests that are open."""
+    socket.set(zmq.MAXMSGSIZE, max_frame)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.LINGER, LINGER_MS)

@@ -1,0 +1,181 @@
+"""An engine's process: `python -m hex_llm.engine.worker FOLDER`, started by `engine/client.py`.
+
+Takes commands from a socket in FOLDER, steps while there is work, and reports each step in one message. Ends
+with its parent, whose death closes the pipe on standard input, on Shutdown, and when loading or a step fails.
+What a request's own data causes is told as its refusal. jax is imported only to load.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from hex_llm.config import EngineConfig
+from hex_llm.engine.admission import Limits
+from hex_llm.engine.protocol import (
+    MAX_COMMAND,
+    MAX_REPORT,
+    Abort,
+    Add,
+    Command,
+    Failed,
+    Reader,
+    Ready,
+    Refused,
+    Report,
+    Shutdown,
+    Start,
+    Step,
+    Stop,
+    command_address,
+    encode,
+    report_address,
+    set_limits,
+)
+from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.types import Request, Update
+
+log = logging.getLogger(__name__)
+
+
+class SteppedEngine(Protocol):
+    """What the worker needs of an Engine."""
+
+    limits: Limits
+    num_steps: int
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def stop(self, request_id: str, index: int) -> None: ...
+    def step(self) -> list[Update]: ...
+
+
+Load = Callable[[EngineConfig], SteppedEngine]
+
+
+def load(config: EngineConfig) -> SteppedEngine:
+    from hex_llm.engine.loading import load_engine
+
+    return load_engine(config, progress=True)[0]
+
+
+class Worker:
+    def __init__(self, folder: Path) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._inbox = context.socket(zmq.PULL)
+        self._outbox = context.socket(zmq.PUSH)
+        set_limits(self._inbox, MAX_COMMAND)
+        set_limits(self._outbox, MAX_REPORT)
+        self._inbox.bind(command_address(folder))
+        self._outbox.connect(report_address(folder))
+        self._reader: Reader[Command] = Reader(Command)
+
+    def run(self, load: Load) -> int:
+        """Until the end; the exit code."""
+        level = logging.DEBUG  # of what fails in loading the front end shows the message, and that is enough
+        try:
+            engine = self._loaded(load)
+            level = logging.ERROR
+            self._serve(engine)
+        except Exception as error:
+            log.log(level, "the engine failed", exc_info=True)
+            self._send(Failed(type(error).__name__, " ".join(str(error).split())[:1000]))
+            return 1
+        finally:
+            self._inbox.close()
+            self._outbox.close()
+            zmq.Context.instance().term()  # waits, but not for ever, until all is delivered
+        return 0
+
+    def _loaded(self, load: Load) -> SteppedEngine:
+        while True:
+            for command in self._commands(wait=True):
+                if isinstance(command, Start):
+                    log_from(command.log_level)
+                    return load(command.config)
+
+    def _serve(self, engine: SteppedEngine) -> None:
+        self._send(Ready(engine.limits))
+        while True:
+            for command in self._commands(wait=not engine.has_work):
+                if isinstance(command, Shutdown):
+                    return
+                self._obey(engine, command)
+            if engine.has_work:
+                updates = engine.step()  # before the steps are counted
+                self._send(Step(updates, engine.num_steps))
+
+    def _commands(self, wait: bool) -> Iterator[Command]:
+        """All that have come; if there are none and `wait`, those that come next."""
+        while self._inbox.poll(None if wait else 0):
+            command = self._reader.decode(self._inbox.recv())
+            if command is not None:
+                wait = False
+                yield command
+
+    def _obey(self, engine: SteppedEngine, command: Command) -> None:
+        match command:
+            case Add(request):
+                try:
+                    engine.add(request)
+                except Exception as error:  # a request's own data fails that request only
+                    self._refuse(request.request_id, error)
+            case Abort(request_id):
+                engine.abort(request_id)
+            case Stop(request_id, index):
+                engine.stop(request_id, index)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        kind, message = type(error).__name__, str(error)
+        if not isinstance(error, HexError):
+            log.error("a request could not be added", exc_info=error)
+            kind, message = HexError.__name__, "the request could not be taken; the server's log tells more"
+        param = error.param if isinstance(error, InvalidRequest) else None
+        self._send(Refused(request_id, kind, message, param))
+
+    def _send(self, report: Report) -> None:
+        self._outbox.send(encode(report))
+
+
+def log_from(level: int) -> None:
+    """Our own messages from `level` on; of others' only warnings: they may write addresses with keys."""
+    logging.basicConfig(
+        level=max(level, logging.WARNING), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("hex_llm").setLevel(level)
+
+
+def end_with_parent(folder: Path) -> None:
+    """Whatever this process is at, it ends when its parent has gone, even by SIGKILL."""
+
+    def watch() -> None:
+        # Unbuffered: an interpreter that ends would wait for the lock of a buffered read.
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def main(folder: Path, load: Load = load) -> int:
+    # The front end is told to end by the same signals, and lets running requests finish first.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    end_with_parent(folder)
+    return Worker(folder).run(load)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

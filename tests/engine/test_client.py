@@ -1,0 +1,436 @@
+"""The client with a real worker process; only the engine in it is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from hex_llm.config import EngineConfig
+from hex_llm.engine import client as module
+from hex_llm.engine.client import EngineClient, private_folder
+from hex_llm.engine.protocol import report_address
+from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError, QueueFull
+from hex_llm.sampling_params import SamplingParams
+from hex_llm.types import FinishReason
+from tests.server.fakes import (
+    BOS,
+    EOS,
+    FAILS_TO_ADD,
+    FAILS_TO_STEP,
+    FIRST_BYTE,
+    HANGS,
+    LIMITS,
+    byte_tokenizer,
+    fake_worker,
+)
+
+CONFIG = EngineConfig(skip_tokenizer_init=True)
+LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=1)
+
+
+def with_client(test: Callable[[EngineClient], Awaitable[None]], load: str = "FakeEngine()") -> None:
+    async def run() -> None:
+        client = EngineClient(CONFIG, "fake", fake_worker(load))
+        assert not client.ready
+        try:
+            await asyncio.wait_for(client.start(), 30)
+            assert client.ready
+            client.tokenizer = byte_tokenizer()
+            worker = process_of(client)
+            await asyncio.wait_for(test(client), 60)
+        finally:
+            folder = client._folder
+            await client.stop(5)
+        assert not worker.is_running()
+        assert not folder.exists()
+        with pytest.raises(EngineStopped):
+            await client.complete([5], SHORT)
+
+    asyncio.run(run())
+
+
+def process_of(client: EngineClient) -> psutil.Process:
+    assert client._process is not None
+    return psutil.Process(client._process.pid)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+# ---- requests
+
+
+def test_texts_and_ids_are_completed() -> None:
+    async def test(client: EngineClient) -> None:
+        assert (client.limits, client.max_len) == (LIMITS, LIMITS.max_len)
+        text, ids = await asyncio.gather(
+            client.complete("hello", SamplingParams(max_tokens=None)),
+            client.complete([7, 8, 9], SamplingParams(max_tokens=2)),
+        )
+        assert text.outputs[0].text == "olleh"
+        assert text.outputs[0].finish_reason is FinishReason.STOP
+        assert text.prompt == "hello"
+        assert text.num_cached_tokens == 5
+        assert ids.outputs[0].token_ids == [9, 8]
+        assert ids.request_id != text.request_id
+
+    with_client(test)
+
+
+def test_without_a_tokenizer() -> None:
+    async def test(client: EngineClient) -> None:
+        client.tokenizer = None
+        output = await client.complete([7, 8], SamplingParams(max_tokens=2))
+        assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [8, 7])
+        with pytest.raises(InvalidRequest, match="tokenizer"):
+            await client.complete("text", SHORT)
+
+    with_client(test)
+
+
+def test_stop_strings_end_choices_here_and_in_the_engine(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+
+    async def test(client: EngineClient) -> None:
+        params = SamplingParams(max_tokens=4000, ignore_eos=True, stop=("ba",), n=2)
+        output = await client.complete("abc", params)
+        assert [choice.text for choice in output.outputs] == ["c", ""]
+        assert [choice.stop_reason for choice in output.outputs] == ["ba", "ba"]
+        await until(lambda: "idle" in journal.read_text())
+        assert sorted(journal.read_text().split("\n"))[1:] == ["add", "idle", "stop 0", "stop 1"]
+        assert client.num_steps < 100
+
+    with_client(test, f"FakeEngine(Path({str(journal)!r}), step_s=0.01)")
+
+
+def test_best_of_returns_the_best() -> None:
+    async def test(client: EngineClient) -> None:
+        output = await client.complete("ab", SamplingParams(max_tokens=9, best_of=3))
+        (choice,) = output.outputs
+        # Low ids are likely: the choice that leaves out both letters.
+        assert (choice.text, choice.token_ids, choice.logprobs) == ("", [BOS, EOS], None)
+
+    with_client(test)
+
+
+def test_what_is_wrong_is_told_to_its_caller_alone() -> None:
+    async def test(client: EngineClient) -> None:
+        bystander = asyncio.create_task(client.complete([5], SamplingParams(max_tokens=50, ignore_eos=True)))
+        with pytest.raises(InvalidRequest) as caught:
+            await client.complete([LIMITS.vocab_size], SHORT)
+        assert caught.value.param == "prompt"
+        with pytest.raises(InvalidRequest):
+            await client.complete("a", SHORT, cache_salt="x" * 5000)
+        with pytest.raises(HexError) as odd:
+            await client.complete([FAILS_TO_ADD], SHORT)
+        assert type(odd.value) is HexError
+        assert "0x7f" not in str(odd.value)
+        assert len((await bystander).outputs[0].token_ids) == 50
+        assert client.ready
+        assert not client._open
+
+    with_client(test, "FakeEngine(step_s=0.01)")
+
+
+def test_an_engine_judges_requests_for_itself() -> None:
+    """What passes here by mistake is refused there."""
+
+    async def test(client: EngineClient) -> None:
+        assert client.limits is not None
+        client.limits = module.Limits(**{**vars(client.limits), "vocab_size": 10**6})
+        with pytest.raises(InvalidRequest) as caught:
+            await client.complete([LIMITS.vocab_size], SHORT)
+        assert caught.value.param == "prompt"
+
+    with_client(test)
+
+
+def test_a_full_queue_is_told() -> None:
+    async def test(client: EngineClient) -> None:
+        first = asyncio.create_task(client.complete([5], LONG))
+        await until(lambda: client.num_steps)
+        with pytest.raises(QueueFull):
+            await client.complete([5], SHORT)
+        first.cancel()
+
+    with_client(test, "FakeEngine(max_requests=1, step_s=0.01)")
+
+
+def test_output_that_cannot_be_put_together_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(module.OutputCollector):
+        def add(self, update: Any) -> bool:
+            if self.request.prompt_ids == [6]:
+                raise RuntimeError("a bug")
+            return super().add(update)
+
+    monkeypatch.setattr(module, "OutputCollector", Broken)
+
+    async def test(client: EngineClient) -> None:
+        good, bad = await asyncio.gather(
+            client.complete([5], LONG), client.complete([6], LONG), return_exceptions=True
+        )
+        assert isinstance(bad, HexError)
+        assert not isinstance(good, BaseException)
+        assert len(good.outputs[0].token_ids) == 4000
+        assert client.ready
+
+    with_client(test)
+
+
+# ---- streams
+
+
+def test_many_streams_lose_no_token() -> None:
+    """64 at once, some of which are read slowly; every token comes once and in order."""
+    draw = random.Random(0)
+
+    async def read(client: EngineClient, number: int) -> None:
+        prompt = [FIRST_BYTE + draw.randrange(128) for _ in range(draw.randint(1, 300))]
+        params = SamplingParams(max_tokens=None, n=1 + number % 3, logprobs=1, skip_special_tokens=False)
+        found: dict[int, list[Any]] = {i: [] for i in range(params.n)}
+        async with client.generate(prompt, params) as generation:
+            async for delta in generation:
+                found[delta.index].append(delta)
+                if number % 8 == 0:
+                    await asyncio.sleep(0.02)
+            final = generation.output()
+        assert final.finished
+        for output in final.outputs:
+            mine = found[output.index]
+            ids = [*reversed(prompt), EOS][output.index :]
+            assert [i for delta in mine for i in delta.token_ids] == output.token_ids == ids
+            assert [i for delta in mine for known in delta.logprobs for i in list(known)[:1]] == ids
+            text = "".join(delta.text for delta in mine)
+            assert text == output.text
+            assert text == byte_tokenizer().decode(ids[:-1])
+            ends = [delta.finish_reason for delta in mine if delta.finish_reason is not None]
+            assert ends == [FinishReason.STOP]
+
+    async def test(client: EngineClient) -> None:
+        await asyncio.gather(*(read(client, number) for number in range(64)))
+        assert not client._open
+
+    with_client(test)
+
+
+def test_a_slow_reader_gets_all_at_once_and_holds_up_nobody() -> None:
+    async def test(client: EngineClient) -> None:
+        async with client.generate([5, 6], SamplingParams(max_tokens=200, ignore_eos=True)) as slow:
+            await asyncio.gather(*(client.complete([7], SamplingParams(max_tokens=300)) for _ in range(10)))
+            await slow.until_end()
+            deltas = [delta async for delta in slow]
+        assert len(deltas) == 1
+        assert deltas[0].token_ids == [6, 5] * 100
+
+    with_client(test)
+
+
+# ---- cancelling
+
+
+@pytest.mark.parametrize("stage", ["at once", "encoding", "queued", "running", "many steps", "last token"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_cancelling_aborts_at_every_stage(stage: str, stream: bool, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    journal.touch()
+
+    async def ask(client: EngineClient) -> None:
+        params = SamplingParams(max_tokens=3) if stage == "last token" else LONG
+        if not stream:
+            await client.complete([5, 6], params)
+            return
+        async with client.generate([5, 6], params) as generation:
+            async for _ in generation:
+                pass
+
+    async def reach(client: EngineClient) -> None:
+        if stage == "encoding":
+            await asyncio.sleep(0)
+        elif stage == "queued":
+            await until(lambda: client._open)
+        elif stage == "running":
+            await until(lambda: client.num_steps > 1)
+        elif stage == "many steps":
+            await until(lambda: client.num_steps > 20)
+        elif stage == "last token":
+            await until(lambda: client.num_steps >= 4)
+
+    async def test(client: EngineClient) -> None:
+        await client.complete([9], SHORT)
+        assert client.num_steps == 1
+        task = asyncio.create_task(ask(client))
+        await reach(client)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.complete([9], SHORT)  # all before it has reached the engine
+        await until(lambda: journal.read_text().endswith("idle\n"))
+        assert not client._open
+        events = journal.read_text().split()
+        if stage in ("queued", "running", "many steps"):
+            assert events.count("abort") == 1
+        if stage in ("at once", "encoding"):
+            assert (events.count("add"), events.count("abort")) == (2, 0)
+        assert client.ready
+
+    with_client(test, f"FakeEngine(Path({str(journal)!r}), step_s=0.005)")
+
+
+def test_leaving_a_stream_aborts_it(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+
+    async def test(client: EngineClient) -> None:
+        async with client.generate([5, 6], LONG) as generation:
+            async for _ in generation:
+                break
+        await until(lambda: "idle" in journal.read_text())
+        assert journal.read_text().split() == ["add", "abort", "idle"]
+
+    with_client(test, f"FakeEngine(Path({str(journal)!r}), step_s=0.005)")
+
+
+# ---- the engine's death
+
+
+def assert_all_stopped(outcomes: list[Any]) -> None:
+    for outcome in outcomes:
+        assert isinstance(outcome, EngineStopped)
+        assert "0x7f" not in str(outcome)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_engine_ends_every_request(sign: signal.Signals) -> None:
+    async def test(client: EngineClient) -> None:
+        tasks = [asyncio.create_task(client.complete([i], LONG)) for i in range(5, 55)]
+        await until(lambda: client.num_steps > 3)
+        started = time.monotonic()
+        os.kill(process_of(client).pid, sign)
+        assert_all_stopped(await asyncio.gather(*tasks, return_exceptions=True))
+        assert time.monotonic() - started < 1
+        assert not client.ready
+        assert not client._open
+        with pytest.raises(EngineStopped, match="restarted"):
+            await client.complete([5], SHORT)
+
+    with_client(test, "FakeEngine(step_s=0.01)")
+
+
+def test_a_failing_step_ends_every_request() -> None:
+    async def test(client: EngineClient) -> None:
+        prompts = [[5], [6], [FAILS_TO_STEP, 7, 8, 9]]
+        tasks = [asyncio.create_task(client.complete(prompt, LONG)) for prompt in prompts]
+        assert_all_stopped(await asyncio.gather(*tasks, return_exceptions=True))
+        assert not client.ready
+
+    with_client(test, "FakeEngine(step_s=0.01)")
+
+
+def test_an_engine_that_hangs_is_killed_in_the_end() -> None:
+    async def test(client: EngineClient) -> None:
+        task = asyncio.create_task(client.complete([HANGS], SHORT))
+        await asyncio.sleep(0.3)
+        started = time.monotonic()
+        await client.stop(0.5)
+        assert time.monotonic() - started < 2
+        assert_all_stopped(await asyncio.gather(task, return_exceptions=True))
+
+    with_client(test)
+
+
+def test_shutting_down_answers_every_request() -> None:
+    async def test(client: EngineClient) -> None:
+        task = asyncio.create_task(client.complete([5], LONG))
+        await until(lambda: client.num_steps)
+        client.fail("the server is shutting down")
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await task
+
+    with_client(test, "FakeEngine(step_s=0.01)")
+
+
+def test_malformed_reports_are_dropped() -> None:
+    async def test(client: EngineClient) -> None:
+        task = asyncio.create_task(client.complete([5], LONG))
+        draw = random.Random(0)
+        stranger = client._context.socket(zmq.PUSH)
+        stranger.set(zmq.SNDHWM, 0)
+        stranger.connect(report_address(client._folder))
+        for _ in range(10_000):
+            stranger.send(draw.randbytes(draw.randint(0, 200)))
+        assert len((await task).outputs[0].token_ids) == 4000
+        await until(lambda: client._reader.num_malformed == 10_000)
+        assert client.ready
+        stranger.close(linger=0)
+
+    with_client(test)
+
+
+# ---- loading
+
+
+@pytest.mark.parametrize(
+    ("load", "kind", "message"),
+    [
+        ("fail(ModelError('no such model'))", ModelError, "no such model"),
+        ("fail(ConfigError('--dtype: no'))", ConfigError, "--dtype: no"),
+        ("fail(RuntimeError('a\\nb'))", ModelError, "the engine failed: RuntimeError: a b"),
+        ("sys.exit(7)", ModelError, "the engine's process ended with the exit code 7"),
+        ("__import__('os').abort()", ModelError, "the engine's process was killed by SIGABRT"),
+    ],
+)
+def test_a_failure_to_load_is_raised(load: str, kind: type[HexError], message: str) -> None:
+    async def run() -> None:
+        client = EngineClient(CONFIG, "fake", fake_worker(load))
+        with pytest.raises(HexError) as caught:
+            await asyncio.wait_for(client.start(), 30)
+        assert (type(caught.value), str(caught.value)) == (kind, message)
+        assert not client.ready
+        await client.stop(5)
+        assert not client._folder.exists()
+
+    asyncio.run(run())
+
+
+def test_loading_can_be_given_up() -> None:
+    async def run() -> None:
+        client = EngineClient(CONFIG, "fake", fake_worker("time.sleep(600)"))
+        starting = asyncio.create_task(client.start())
+        await until(lambda: client._process)
+        worker = process_of(client)
+        with pytest.raises(EngineStopped, match="being loaded"):
+            await client.complete([5], SHORT)
+        starting.cancel()
+        started = time.monotonic()
+        await client.stop(60)
+        assert time.monotonic() - started < 2
+        assert not worker.is_running()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_was_never_started_can_be_stopped() -> None:
+    asyncio.run(EngineClient(CONFIG).stop(1))
+
+
+def test_sockets_have_short_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(deep))
+    folder = private_folder()
+    assert len(str(folder)) < 50
+    folder.rmdir()
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: "/nowhere")
+    with pytest.raises(ConfigError, match="/nowhere"):
+        private_folder()

@@ -1,0 +1,350 @@
+"""The engine on a tiny model: every way of choosing tokens acts, rows are independent, every request ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from hex_llm.engine import programs
+from hex_llm.engine.engine import NO_TOKEN, Engine
+from hex_llm.errors import InvalidRequest, QueueFull
+from hex_llm.sampling_params import SamplingParams
+from hex_llm.types import FinishReason, Request, Update
+from tests.engine.driving import drive, make_engine, request, tokens
+from tests.tiny import Tiny, greedy_tokens
+
+LLAMA = Tiny("llama", "LlamaForCausalLM")
+PROMPT = LLAMA.prompt()
+FLAGS: dict[str, Any] = {"max_decode_seqs": 32, "decode_seqs_padding": 32, "max_model_len": 128}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    LLAMA.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def judge() -> Any:
+    return LLAMA.build()
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Engine:
+    return make_engine(folder, **FLAGS)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    yield shared
+    assert not shared.has_work
+    shared.check()
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **changes})
+
+
+def one(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT, **more: Any) -> list[Update]:
+    return drive(engine, [request("one", prompt, params, **more)])["one", 0]
+
+
+def logits_of(judge: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return judge(torch.tensor([ids])).logits[0]
+
+
+def test_greedy_tokens_are_the_judges(engine: Engine, judge: Any) -> None:
+    assert tokens(one(engine, greedy())) == greedy_tokens(judge, PROMPT, 12)
+
+
+def test_a_seed_gives_the_same_alone_and_among_31_neighbours(engine: Engine) -> None:
+    seeded = SamplingParams(seed=1234, max_tokens=20, top_p=0.9, top_k=50, ignore_eos=True)
+    alone = tokens(one(engine, seeded))
+    assert alone != tokens(one(engine, SamplingParams(seed=1235, max_tokens=20, top_p=0.9, ignore_eos=True)))
+    generator = random.Random(0)
+    neighbours = [
+        request(
+            f"n{i}",
+            LLAMA.prompt(i)[: generator.randrange(1, 24)],
+            SamplingParams(
+                temperature=generator.choice([0, 0.5, 1, 3]),
+                top_p=generator.choice([0.1, 0.9, 1]),
+                top_k=generator.choice([0, 1, 5]),
+                min_p=generator.choice([0, 0.2]),
+                typical_p=generator.choice([0.3, 1]),
+                presence_penalty=generator.choice([0, 1.5]),
+                repetition_penalty=generator.choice([1, 1.7]),
+                logit_bias=generator.choice([None, {5: 50, 6: -100}]),
+                logprobs=generator.choice([None, 3]),
+                min_tokens=generator.choice([0, 3]),
+                max_tokens=generator.randrange(3, 40),
+            ),
+        )
+        for i in range(31)
+    ]
+    for position in (0, 15, 31):
+        batch = [*neighbours[:position], request("one", PROMPT, seeded), *neighbours[position:]]
+        assert tokens(drive(engine, batch)["one", 0]) == alone
+
+
+def test_without_a_seed_answers_differ_and_follow_from_the_servers(folder: Path) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def answers(seed: int) -> list[list[int]]:
+        fresh = make_engine(folder, **FLAGS, seed=seed)
+        told = drive(fresh, [request(str(i), PROMPT, params) for i in range(3)])
+        return [tokens(told[str(i), 0]) for i in range(3)]
+
+    first = answers(0)
+    assert len({tuple(ids) for ids in first}) == 3
+    assert answers(0) == first
+    assert answers(1) != first
+
+
+def test_log_probabilities_are_the_judges(engine: Engine, judge: Any) -> None:
+    updates = one(engine, greedy(logprobs=5, prompt_logprobs=3, max_tokens=6))
+    expected = torch.log_softmax(logits_of(judge, PROMPT + tokens(updates)), -1)
+    for i, update in enumerate(updates):
+        row = expected[len(PROMPT) + i - 1]
+        [found] = update.logprobs
+        assert found.rank == 1
+        np.testing.assert_allclose(found.logprob, row[update.token_ids[0]], atol=1e-4)
+        np.testing.assert_allclose(found.top_logprobs, row.topk(5).values, atol=1e-4)
+        assert found.top_ids == row.topk(5).indices.tolist()
+    prompt = updates[0].prompt_logprobs
+    assert len(prompt) == len(PROMPT) - 1
+    for i, found in enumerate(prompt):
+        row = expected[i]
+        np.testing.assert_allclose(found.logprob, row[PROMPT[i + 1]], atol=1e-4)
+        assert found.rank == 1 + int((row > row[PROMPT[i + 1]]).sum())
+        assert found.top_ids == row.topk(3).indices.tolist()
+    assert not any(update.prompt_logprobs for update in updates[1:])
+
+
+def test_prompt_log_probabilities_do_not_depend_on_chunks(folder: Path, engine: Engine) -> None:
+    chunked = make_engine(folder, **FLAGS, enable_chunked_prefill=True, max_num_batched_tokens=33)
+    params = greedy(prompt_logprobs=2)
+    prompt = (LLAMA.prompt() * 5)[:100]
+    batch = [request(str(i), LLAMA.prompt(i), greedy()) for i in range(4)]
+    found = drive(chunked, [*batch, request("one", prompt, params)])["one", 0][0].prompt_logprobs
+    expected = one(engine, params, prompt)[0].prompt_logprobs
+    assert len(found) == 99
+    assert [f.top_ids for f in found] == [e.top_ids for e in expected]
+    np.testing.assert_allclose([f.logprob for f in found], [e.logprob for e in expected], atol=1e-5)
+
+
+def test_penalties_are_the_judges(engine: Engine, judge: Any) -> None:
+    ids = torch.tensor([PROMPT])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+    expected = judge.generate(ids, max_new_tokens=12, repetition_penalty=1.8, **options)
+    assert tokens(one(engine, greedy(repetition_penalty=1.8))) == expected[0, len(PROMPT) :].tolist()
+    chosen = tokens(one(engine, greedy(frequency_penalty=2.0, presence_penalty=2.0, max_tokens=30)))
+    ids_so_far = list(PROMPT)
+    for token_id in chosen:
+        scores = logits_of(judge, ids_so_far)[-1].clone()
+        for made in set(ids_so_far[len(PROMPT) :]):
+            scores[made] -= 2.0 * ids_so_far[len(PROMPT) :].count(made) + 2.0
+        assert int(scores.argmax()) == token_id
+        ids_so_far.append(token_id)
+
+
+def test_bias_and_allowed_tokens(engine: Engine, judge: Any) -> None:
+    assert set(tokens(one(engine, greedy(logit_bias={77: 100})))) == {77}
+    allowed = (3, 50, 99)
+    chosen = tokens(one(engine, greedy(allowed_token_ids=allowed)))
+    assert set(chosen) <= set(allowed)
+    first = logits_of(judge, PROMPT)[-1][list(allowed)]
+    assert chosen[0] == allowed[int(first.argmax())]
+    best = int(logits_of(judge, PROMPT)[-1].argmax())
+    assert tokens(one(engine, greedy(logit_bias={best: -100})))[0] != best
+
+
+def test_stops(engine: Engine, judge: Any) -> None:
+    expected = greedy_tokens(judge, PROMPT, 12)
+    stop = expected[4]
+    place = expected.index(stop)
+    updates = one(engine, greedy(stop_token_ids=(stop,)))
+    assert tokens(updates) == expected[: place + 1]
+    assert (updates[-1].finish_reason, updates[-1].stop_token_id) == (FinishReason.STOP, stop)
+    later = tokens(one(engine, greedy(stop_token_ids=(stop,), min_tokens=place + 2)))
+    assert len(later) >= place + 2
+    assert stop not in later[: place + 2], "it may not come before, so that it does not end the output"
+    one_later = one(engine, greedy(max_tokens=3))
+    assert one_later[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_bad_words(engine: Engine, judge: Any) -> None:
+    expected = greedy_tokens(judge, PROMPT, 12)
+    single = one(engine, greedy(), bad_word_ids=[[expected[0]]])
+    assert expected[0] not in tokens(single)
+    pair = expected[2:4]
+    chosen = tokens(one(engine, greedy(), bad_word_ids=[pair]))
+    assert chosen[:3] == expected[:3]
+    assert pair not in [chosen[i : i + 2] for i in range(11)]
+
+
+def test_several_choices(engine: Engine) -> None:
+    params = SamplingParams(n=3, best_of=5, seed=7, max_tokens=6, ignore_eos=True)
+    told = drive(engine, [request("r", PROMPT, params)])
+    assert set(told) == {("r", i) for i in range(5)}
+    assert len({tuple(tokens(updates)) for updates in told.values()}) == 5
+    alone = one(engine, SamplingParams(seed=7, max_tokens=6, ignore_eos=True))
+    assert tokens(told["r", 0]) == tokens(alone), "the first choice is the one of n=1"
+
+
+def test_an_answer_without_a_finite_score_ends_that_request_only(
+    folder: Path, judge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in one row's logits: its request ends with an error, the others' tokens do not change."""
+    plain = programs.forward
+
+    def poisoned(*args: Any, **options: Any) -> Any:
+        logits, rows, hidden, pages = plain(*args, **options)
+        bad = rows[2] == len(PROMPT) + 3  # whoever has so many tokens
+        return jnp.where(bad[:, None], jnp.nan, logits), rows, hidden, pages
+
+    monkeypatch.setattr(programs, "forward", poisoned)
+    engine = make_engine(folder, **FLAGS)
+    others = [LLAMA.prompt(i)[: 10 - i] for i in range(5)]
+    requests = [request(f"other{i}", prompt, greedy(max_tokens=8)) for i, prompt in enumerate(others)]
+    told = drive(engine, [request("bad", PROMPT, greedy()), *requests])
+    bad = told["bad", 0]
+    assert (len(tokens(bad)), bad[-1].finish_reason, bad[-1].error) == (3, FinishReason.ERROR, NO_TOKEN)
+    for i, prompt in enumerate(others):
+        assert tokens(told[f"other{i}", 0]) == greedy_tokens(judge, prompt, 8)
+    assert engine.ledger == {"accepted": 6, "finished": 5, "error": 1}
+
+
+@pytest.mark.parametrize("moment", range(9))
+def test_abort_at_any_moment(engine: Engine, judge: Any, moment: int) -> None:
+    def between(step: int) -> None:
+        if step == moment:
+            engine.abort("gone")
+            engine.abort("gone")
+            engine.abort("never was")
+
+    before = dict(engine.ledger)
+    gone = request("gone", LLAMA.prompt(3), greedy(max_tokens=8, n=2))
+    told = drive(engine, [request("stays", PROMPT, greedy()), gone], between)
+    assert tokens(told["stays", 0]) == greedy_tokens(judge, PROMPT, 12)
+    reasons = {told["gone", i][-1].finish_reason for i in range(2)}
+    assert reasons == {FinishReason.ABORT}
+    assert engine.ledger["aborted"] == before.get("aborted", 0) + 1
+
+
+def test_a_stop_string_found_outside_ends_one_choice(engine: Engine) -> None:
+    def between(step: int) -> None:
+        if step == 5:
+            engine.stop("r", 1)
+            engine.stop("r", 99)
+
+    told = drive(engine, [request("r", PROMPT, greedy(n=2))], between)
+    assert told["r", 1][-1].finish_reason is FinishReason.STOP
+    assert len(tokens(told["r", 1])) < len(tokens(told["r", 0])) == 12
+
+
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        (request("", PROMPT), "request_id"),
+        (request("r", []), "prompt"),
+        (request("r", [128]), "prompt"),
+        (request("r", [1] * 128), "prompt"),
+        (request("r", PROMPT, greedy(stop_token_ids=(128,))), "stop_token_ids"),
+        (request("r", PROMPT, greedy(allowed_token_ids=(1, 128))), "allowed_token_ids"),
+        (request("r", PROMPT, greedy(logit_bias={128: 1.0})), "logit_bias"),
+        (request("r", PROMPT, bad_word_ids=[[1, 128]]), "bad_words"),
+        (request("r", PROMPT, bad_word_ids=[[]]), "bad_words"),
+        (request("r", PROMPT, greedy(max_tokens=None, min_tokens=2**31 - 1)), "min_tokens"),
+        (request("r", PROMPT, priority=2**31), "priority"),
+        (request("r", PROMPT, priority=True), "priority"),
+        (request("r", PROMPT, cache_salt="x" * 5000), "cache_salt"),
+        (request("r", PROMPT, cache_salt=3), "cache_salt"),
+    ],
+)
+def test_what_could_harm_is_refused_before_anything_is_allocated(
+    engine: Engine, bad: Request, param: str
+) -> None:
+    before = engine.ledger.copy()
+    with pytest.raises(InvalidRequest) as refused:
+        engine.add(bad)
+    assert refused.value.param == param
+    assert engine.ledger == before
+
+
+def test_an_id_in_use_is_refused(engine: Engine) -> None:
+    engine.add(request("r", PROMPT))
+    with pytest.raises(InvalidRequest, match="in use"):
+        engine.add(request("r", PROMPT))
+    drive(engine)
+
+
+def test_the_queue_has_an_end(folder: Path) -> None:
+    engine = make_engine(folder, **FLAGS, max_concurrent_requests=5)
+    engine.add(request("a", PROMPT, greedy(n=4)))
+    with pytest.raises(QueueFull, match=r"4 sequences .* no more than 5"):
+        engine.add(request("b", PROMPT, greedy(n=2)))
+    engine.add(request("c", PROMPT))
+    drive(engine)
+    assert engine.ledger == {"accepted": 2, "finished": 2}
+
+
+def test_priority(folder: Path) -> None:
+    engine = make_engine(folder, **{**FLAGS, "max_decode_seqs": 1})
+    order: list[str] = []
+    for name, priority in (("a", 0), ("b", 1), ("c", -1)):
+        engine.add(request(name, PROMPT, greedy(max_tokens=2), priority=priority))
+    while engine.has_work:
+        order += [u.request_id for u in engine.step() if u.finish_reason]
+    assert order == ["c", "a", "b"]
+
+
+def test_a_late_compilation_is_counted_or_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few = {"max_decode_seqs": 1, "max_model_len": 32, "prefill_len_padding": 32}
+    warm = make_engine(folder, **few)
+    warm.warm_up()
+    drive(warm, [request("r", PROMPT, greedy(max_tokens=4, prompt_logprobs=1, logit_bias={1: 1.0}))])
+    assert warm.runner.num_late_compiles == 0
+    forgotten = next(key for key in warm.runner._programs if key == (0, 1, 32, 1))
+    del warm.runner._programs[forgotten]
+    drive(warm, [request("r", PROMPT, greedy(max_tokens=4))])
+    assert warm.runner.num_late_compiles == 1
+    assert "after the warm-up" in caplog.text
+    strict = make_engine(folder, **few, recompile="error")
+    strict.runner._programs = {k: v for k, v in warm.runner._programs.items() if k != forgotten}
+    strict.runner._is_warm = True
+    told = drive(
+        strict, [request("r", PROMPT, greedy(max_tokens=4)), request("s", [5], greedy(max_tokens=4))]
+    )
+    assert told["r", 0][-1].finish_reason is FinishReason.ERROR
+    assert "--recompile=error" in told["r", 0][-1].error
+    assert told["s", 0][-1].finish_reason is FinishReason.LENGTH, "it has another shape"
+
+
+def test_nothing_else_is_compiled_on_the_way(folder: Path) -> None:
+    """Not even small things behind jax's back, once everything has been warmed up."""
+    engine = make_engine(folder, max_decode_seqs=2, max_model_len=32, prefill_len_padding=16)
+    engine.warm_up()
+    compiled: list[str] = []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        params = [greedy(max_tokens=4), SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1, n=3)]
+        drive(engine, [request(str(i), LLAMA.prompt(i)[: 2 + i], params[i % 2]) for i in range(8)])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []

@@ -1,0 +1,27 @@
+"""Greedy tokens do not depend on batching, chunking, the prefix cache, block sizes, preemption or overlap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.equality import ALL_CASES, MODELS, Case, Engines, judged_tiny, run_case, some_cases
+from tests.tiny import Tiny
+
+
+def check(tiny: Tiny, folder: Path, cases: list[Case]) -> None:
+    judged, engines = judged_tiny(tiny, folder), Engines(folder)
+    compared = sum(run_case(judged, case, engines.engine(case)) for case in cases)
+    print(f"{tiny.name}: {len(cases)} cases, {compared} tokens compared, all equal")
+
+
+@pytest.mark.parametrize("tiny", MODELS, ids=lambda t: t.name)
+def test_some_of_the_matrix(tiny: Tiny, tmp_path: Path) -> None:
+    check(tiny, tmp_path, some_cases()[tiny.name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiny", MODELS, ids=lambda t: t.name)
+def test_the_whole_matrix(tiny: Tiny, tmp_path: Path) -> None:
+    check(tiny, tmp_path, ALL_CASES)

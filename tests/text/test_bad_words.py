@@ -1,0 +1,85 @@
+"""Bad words: their sequences are met where a text has the word, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hex_llm.errors import InvalidRequest
+from hex_llm.text.bad_words import bad_word_ids
+from hex_llm.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text.test_tokenizer import gemma, llama2, llama2_legacy, llama2_model_file, llama3, mistral, qwen2
+
+KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "llama3": (llama3, "auto"),
+    "qwen2": (qwen2, "auto"),
+    "llama2": (llama2, "auto"),
+    "legacy": (llama2_legacy, "auto"),
+    "mistral": (mistral, "auto"),
+    "gemma": (gemma, "auto"),
+    "slow": (llama2_model_file, "slow"),
+}
+WORDS = ["the", "theory", "Hello", "zebra", "Straße", "日本", "🙂", "theory of", "\n\n", "don't", "12"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    shape, mode = KINDS[request.param]
+    folder = tmp_path_factory.mktemp("tokenizer")
+    shape(folder)
+    return load_tokenizer(folder, mode=mode)
+
+
+def met(tokenizer: Tokenizer, word: str, text: str) -> bool:
+    ids = tokenizer.encode(text)
+    bad = bad_word_ids(tokenizer, word)
+    return any(ids[i : i + len(some)] == some for some in bad for i in range(len(ids)))
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_word_is_met_everywhere(tokenizer: Tokenizer, word: str) -> None:
+    for text in (word, f"{word} is", f"is {word}", f"is {word}, or", f"is {word} or"):
+        assert met(tokenizer, word, text), text
+    if word.strip() == word:
+        assert met(tokenizer, word, f"is\n{word} or")
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_other_texts_are_free(tokenizer: Tokenizer, word: str) -> None:
+    assert not met(tokenizer, word, "A quick brown fox, and some more English.")
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_sequences_write_the_word_and_none_is_idle(tokenizer: Tokenizer, word: str) -> None:
+    found = bad_word_ids(tokenizer, word)
+    assert found
+    for ids in found:
+        assert tokenizer.decode(ids).lstrip(" ") == word
+        assert not any(other != ids and ids[-len(other) :] == other for other in found)
+    assert bad_word_ids(tokenizer, "  " + word) == found
+
+
+def test_with_and_without_a_space_need_not_be_as_long(tmp_path: Path) -> None:
+    llama3(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    found = bad_word_ids(tokenizer, "lazy")
+    assert len({len(ids) for ids in found}) == 2, "this test wants such a word"
+    assert {tokenizer.decode(ids) for ids in found} == {"lazy", " lazy"}
+
+
+@pytest.mark.parametrize("word", ["", " ", "   "])
+def test_no_word(tokenizer: Tokenizer, word: str) -> None:
+    with pytest.raises(InvalidRequest, match="spaces") as caught:
+        bad_word_ids(tokenizer, word)
+    assert caught.value.param == "bad_words"
+
+
+def test_a_word_that_is_normalized_away() -> None:
+    codec = SimpleNamespace(encode=lambda text, special: [1] * text.count("\n"))
+    with pytest.raises(InvalidRequest, match="no tokens") as caught:
+        bad_word_ids(Tokenizer(cast(Any, codec), (), {}, None), "\u200b")
+    assert caught.value.param == "bad_words"
