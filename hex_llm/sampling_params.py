@@ -185,9 +185,7 @@ def _items(value: Any, name: str, most: int) -> tuple[Any, ...]:
         return ()
     if not isinstance(value, list | tuple) or len(value) > most:
         raise _refused(
-            name,
-            type(value).__name__ if not isinstance(value, list | tuple) else len(value),
-            f"a list of at most {most}",
+            name, len(value) if isinstance(value, list | tuple) else value, f"a list of at most {most}"
         )
     return tuple(value)
 
@@ -199,7 +197,7 @@ def _check_text(name: str, value: Any) -> None:
 
 def _checked_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping) or len(bias) > MAX_TOKEN_IDS:
-        raise _refused("logit_bias", type(bias).__name__, f"an object of at most {MAX_TOKEN_IDS} token ids")
+        raise _refused("logit_bias", bias, f"an object of at most {MAX_TOKEN_IDS} token ids")
     checked = {}
     for token_id, value in bias.items():
         if isinstance(token_id, str) and token_id.isascii() and token_id.isdigit() and len(token_id) < 11:
@@ -216,4 +214,9 @@ def _refused(name: str, value: Any, allowed: str) -> InvalidRequest:
 
 
 def _shown(value: Any) -> str:
-    return one_line(repr(value) if not isinstance(value, str) else value)[:80]
+    """For a message: short, on one line, and whatever its size soon made."""
+    if isinstance(value, str):
+        return one_line(value[:80])[:80]
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)[:80] if isinstance(value, int | float | None) else f"a {type(value).__name__}"

@@ -1,15 +1,22 @@
-"""Output tokens per second on the embedded default model, ours beside Hugging Face transformers, in one run.
+"""Output tokens per second on the embedded default model, ours beside others', in one run on this machine.
 
-Greedy, float32, 128 tokens in and 64 out, for 1 and for 8 requests at once. Both are warmed up first.
+Greedy, float32, 128 tokens in and 64 out, for 1 and for 8 requests at once; every system is warmed up first.
+The others: Hugging Face transformers' `generate` and, with --vllm-python=PATH (an interpreter that has vLLM's
+CPU build), vLLM. Also: the host's own time for each step, and what a cached prefix of 1,024 tokens does to
+the time to the first token.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import platform
 import statistics
-import sys
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import torch
@@ -20,11 +27,12 @@ from hex_llm.config import EngineConfig
 from hex_llm.weights.source import fetch
 
 NUM_IN, NUM_OUT, REPEATS = 128, 64, 3
+COUNTS = (1, 8)
 
 
-def prompts(count: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(1000, 40000, (count, NUM_IN), generator=generator).tolist()
+def prompts(count: int, length: int = NUM_IN, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1000, 40000, (count, length), generator=generator).tolist()
 
 
 def rate(run: Callable[[], object], count: int) -> float:
@@ -38,35 +46,122 @@ def rate(run: Callable[[], object], count: int) -> float:
     return count * NUM_OUT / statistics.median(seconds)
 
 
-def ours(count: int) -> float:
+def ours() -> dict[int, float]:
     llm = LLM(max_model_len=256, num_blocks=128, max_decode_seqs=8)
     params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
-    ids = prompts(count)
-    return rate(lambda: llm.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False), count)
+    rates = {}
+    for count in COUNTS:
+        ids = prompts(count)
+        rates[count] = rate(lambda: generate(llm, ids, params), count)  # noqa: B023
+        print(f"{count} at once: the host's own time is {host_ms(llm, ids, params):.2f} ms a step")
+    return rates
 
 
-def theirs(count: int) -> float:
+def generate(llm: LLM, ids: list[list[int]], params: SamplingParams) -> None:
+    llm.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False)
+
+
+def host_ms(llm: LLM, ids: list[list[int]], params: SamplingParams) -> float:
+    """What a step costs besides waiting for the devices."""
+    runner, read, waited = llm.engine.runner, llm.engine.runner.read, 0.0
+
+    def timed(step: object) -> object:
+        nonlocal waited
+        start = time.perf_counter()
+        jax.block_until_ready(step.choices)
+        waited += time.perf_counter() - start
+        return read(step)
+
+    runner.read, before = timed, llm.engine.num_steps
+    try:
+        start = time.perf_counter()
+        generate(llm, ids, params)
+        total = time.perf_counter() - start
+    finally:
+        runner.read = read
+    return (total - waited) * 1000 / (llm.engine.num_steps - before)
+
+
+def theirs(folder: Path) -> dict[int, float]:
+    """Transformers; leaves the model in the folder, for others."""
     path = fetch(None, cache_dir=EngineConfig().cache_dir)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
-    ids = torch.tensor(prompts(count))
+    model.save_pretrained(folder)
     options = {"max_new_tokens": NUM_OUT, "do_sample": False, "eos_token_id": None}
-    return rate(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options), count)
+    rates = {}
+    for count in COUNTS:
+        ids = torch.tensor(prompts(count))
+        whole = torch.ones_like(ids)
+        rates[count] = rate(lambda: model.generate(ids, attention_mask=whole, **options), count)  # noqa: B023
+    return rates
 
 
-def main() -> int:
+VLLM = """
+import json, statistics, sys, time
+from vllm import LLM, SamplingParams
+folder, prompts, num_out, repeats = json.loads(sys.argv[1])
+llm = LLM(model=folder, dtype="float32", skip_tokenizer_init=True, max_model_len=256,
+          enable_prefix_caching=False, max_num_seqs=8)
+params = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True, detokenize=False)
+rates = {}
+for ids in prompts:
+    run = lambda: llm.generate([{"prompt_token_ids": i} for i in ids], params, use_tqdm=False)
+    run()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter(); run(); seconds.append(time.perf_counter() - start)
+    rates[len(ids)] = len(ids) * num_out / statistics.median(seconds)
+print("RATES", json.dumps(rates))
+"""
+
+
+def vllm(python: str, folder: Path) -> dict[int, float]:
+    told = json.dumps([str(folder), [prompts(count) for count in COUNTS], NUM_OUT, REPEATS])
+    done = subprocess.run([python, "-c", VLLM, told], capture_output=True, text=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith("RATES ")]
+    if not found:
+        raise SystemExit(f"vLLM failed:\n{done.stderr[-3000:]}")
+    return {int(count): value for count, value in json.loads(found[0][6:]).items()}
+
+
+def first_token_ratio() -> tuple[float, float]:
+    """Seconds to the first token of a prompt of 1,056 tokens: nothing cached, and 1,024 of them cached."""
+    llm = LLM(max_model_len=2048, max_decode_seqs=8, enable_prefix_cache_hbm=True)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    seconds = []
+    for seed in range(REPEATS + 1):  # the first warms up
+        start = prompts(1, 1024, seed)[0]
+        for own in (0, 1):
+            ids = [start + prompts(1, 32, 100 + own)[0]]
+            begin = time.perf_counter()
+            [out] = llm.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False)
+            seconds.append(time.perf_counter() - begin)
+            assert out.num_cached_tokens == 1024 * own
+    return statistics.median(seconds[2::2]), statistics.median(seconds[3::2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM's CPU build")
+    vllm_python = parser.parse_args().vllm_python
     print(
         f"{platform.machine()}, {torch.get_num_threads()} threads, Python {platform.python_version()}, "
         f"jax {jax.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     )
-    for count in (1, 8):
-        mine, judge = ours(count), theirs(count)
-        print(
-            f"{count} at once: hex_llm {mine:.1f} tok/s, transformers {judge:.1f} tok/s, {mine / judge:.2f} x"
-        )
-    return 0
+    mine = ours()
+    with tempfile.TemporaryDirectory() as folder:
+        others = {"transformers": theirs(Path(folder))}
+        if vllm_python is not None:
+            others["vLLM"] = vllm(vllm_python, Path(folder))
+    for count in COUNTS:
+        print(f"{count} at once: hex_llm {mine[count]:.1f} tok/s")
+        for name, rates in others.items():
+            print(f"    {name} {rates[count]:.1f} tok/s, ours is {mine[count] / rates[count]:.2f} x")
+    first, cached = first_token_ratio()
+    print(f"first token: {first:.2f} s, with 1,024 tokens cached {cached:.2f} s, {cached / first:.2f} of it")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,22 +1,26 @@
 """paged_attention in plain XLA: the implementation for CPUs, and the oracle for every kernel.
 
-Keys are visited in stretches of fixed positions with a running softmax, as far as the longest sequence
-reaches. So the work follows the tokens that are there, not the width of the block tables, and a row's
-result does not depend on its neighbours: a stretch that it does not see adds exactly nothing.
+Keys are visited in stretches of fixed positions with a running softmax: decodes together, as far as the
+longest of them reaches; prefill rows in blocks, over the sequences that have rows in the block. So the work
+follows the tokens that are there, not the width of the block tables, and a row's result does not depend on
+its neighbours: a stretch that it does not see adds exactly nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from hex_llm.kernels.attention import Batch, Mask
 
-STRETCH = 256  # keys of each sequence scored at a time
+DECODE_STRETCH = 256  # keys of each sequence scored at a time
+PREFILL_STRETCH = 128
 QUERY_BLOCK = 128  # prefill rows scored at a time
 HIDDEN = -1e30  # a score that is not seen; finite, so that rows without any key yet stay numbers
+NO_PEAK = -1e20  # the maximum of no scores: far below any that is seen, far above HIDDEN
 
 # (weights' running maximum, their running sum, the running sum of weighted values)
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
@@ -66,13 +70,15 @@ def _decode(
     softcap: float | None,
 ) -> jax.Array:
     """q [S, K, G, H], one row for each sequence."""
-    stretch, length = _stretches(pages, tables)
+    tables, length = _stretches(tables, pages, DECODE_STRETCH)
 
     def add(i: jax.Array, running: Softmax) -> Softmax:
-        keys, values = stretch(i)  # [S, C, K, H]
-        scores = jnp.einsum("skgh,sckh->skgc", q, keys, preferred_element_type=jnp.float32)
+        keys, values = _stretch(pages, tables[:, i])  # [S, K, C, H]
+        # On CPUs a product copies its second factor: let that be the few queries, and let it stay so.
+        scores = jnp.einsum("skch,skgh->skcg", keys, q, preferred_element_type=jnp.float32)
+        scores = jax.lax.optimization_barrier(scores).swapaxes(2, 3)
         visible = _visible(positions[:, None], i * length + jnp.arange(length), mask)
-        weighted = lambda weights: jnp.einsum("skgc,sckh->skgh", weights, values)  # noqa: E731
+        weighted = lambda weights: jnp.einsum("skgc,skch->skgh", weights, values)  # noqa: E731
         return _accumulate(running, _capped(scores, softcap), visible[:, None, None], weighted)
 
     return _finish(jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q)), q)
@@ -85,24 +91,28 @@ def _prefill(
     mask: Mask,
     softcap: float | None,
 ) -> jax.Array:
-    """rows: q [T, K, G, H], positions [T], sequences [T]; each is scored on all and sees its own."""
-    stretch, length = _stretches(pages, tables)
-    owners = jnp.repeat(jnp.arange(len(tables)), length)
+    """rows: q [T, K, G, H], positions [T], sequences [T]."""
+    num_seqs = len(tables)
+    tables, length = _stretches(tables, pages, PREFILL_STRETCH)
 
     def attend(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, positions, sequences = rows
         q = q.transpose(1, 2, 0, 3)  # [K, G, T, H]
+        owned = sequences == jnp.arange(num_seqs)[:, None]  # [S, T]
+        num_stretches = jnp.max(jnp.where(owned, positions // length + 1, 0), axis=1)
 
-        def add(i: jax.Array, running: Softmax) -> Softmax:
-            keys, values = (x.reshape(-1, *x.shape[2:]) for x in stretch(i))  # [S*C, K, H]
-            scores = jnp.einsum("kgth,ckh->kgtc", q, keys, preferred_element_type=jnp.float32)
-            places = jnp.tile(i * length + jnp.arange(length), len(tables))
-            visible = _visible(positions[:, None], places, mask) & (sequences[:, None] == owners)
-            weighted = lambda weights: jnp.einsum("kgtc,ckh->kgth", weights, values)  # noqa: E731
+        def add(sequence: jax.Array, i: jax.Array, running: Softmax) -> Softmax:
+            keys, values = _stretch(pages, tables[sequence, i])  # [K, C, H]
+            scores = jnp.einsum("kgth,kch->kgtc", q, keys, preferred_element_type=jnp.float32)
+            visible = _visible(positions[:, None], i * length + jnp.arange(length), mask)
+            visible &= owned[sequence][:, None]
+            weighted = lambda weights: jnp.einsum("kgtc,kch->kgth", weights, values)  # noqa: E731
             return _accumulate(running, _capped(scores, softcap), visible, weighted)
 
-        running = jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q))
-        return _finish(running, q).transpose(2, 0, 1, 3)
+        def visit(sequence: jax.Array, running: Softmax) -> Softmax:
+            return jax.lax.fori_loop(0, num_stretches[sequence], partial(add, sequence), running)
+
+        return _finish(jax.lax.fori_loop(0, num_seqs, visit, _start(q)), q).transpose(2, 0, 1, 3)
 
     q = rows[0]
     if len(q) <= QUERY_BLOCK or len(q) % QUERY_BLOCK:
@@ -111,21 +121,26 @@ def _prefill(
     return jax.lax.map(attend, blocks).reshape(q.shape)
 
 
-def _stretches(
-    pages: jax.Array, tables: jax.Array
-) -> tuple[Callable[[jax.Array], tuple[jax.Array, jax.Array]], int]:
-    """A function that gives the i-th stretch of every sequence, K and V [S, C, K, H], and its length C."""
+def _stretches(tables: jax.Array, pages: jax.Array, num_keys: int) -> tuple[jax.Array, int]:
+    """tables [S, B] cut into stretches [S, stretches, blocks of one], and the length of one in keys."""
     num_seqs, num_blocks = tables.shape
-    per_stretch = min(max(STRETCH // pages.shape[1], 1), num_blocks)
+    per_stretch = min(max(num_keys // pages.shape[1], 1), num_blocks)
     tables = jnp.pad(tables, ((0, 0), (0, -num_blocks % per_stretch)))
-    length = per_stretch * pages.shape[1]
+    return tables.reshape(num_seqs, -1, per_stretch), per_stretch * pages.shape[1]
 
-    def stretch(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        blocks = jax.lax.dynamic_slice_in_dim(tables, i * per_stretch, per_stretch, axis=1)
-        kv = pages[blocks].reshape(num_seqs, length, *pages.shape[2:])
-        return kv[..., 0, :], kv[..., 1, :]
 
-    return stretch, length
+def _stretch(pages: jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [..., K, C, H] of the given blocks [..., B], gathered straight into that order."""
+    heads = jnp.arange(pages.shape[2])[:, None]
+
+    def gather(i: int) -> jax.Array:
+        out = pages.at[blocks[..., None, :], :, heads, i].get(mode="clip")  # [..., K, B, block, H]
+        return out.reshape(*out.shape[:-3], -1, out.shape[-1])
+
+    # The barrier keeps the order: for some products XLA's CPU backend would rather copy to [H, C], which
+    # costs more than the product.
+    keys, values = jax.lax.optimization_barrier((gather(0), gather(1)))
+    return keys, values
 
 
 def _visible(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
@@ -143,7 +158,7 @@ def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
 
 def _start(q: jax.Array) -> Softmax:
     shape = q.shape[:-1]
-    return jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros(q.shape)
+    return jnp.full(shape, NO_PEAK), jnp.zeros(shape), jnp.zeros(q.shape)
 
 
 def _accumulate(
@@ -152,7 +167,7 @@ def _accumulate(
     peak, total, values = running
     scores = jnp.where(visible, scores, HIDDEN)
     new_peak = jnp.maximum(peak, scores.max(axis=-1))
-    weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
+    weights = jnp.exp(scores - new_peak[..., None])  # exactly 0 where hidden
     shrink = jnp.exp(peak - new_peak)
     return new_peak, total * shrink + weights.sum(axis=-1), values * shrink[..., None] + weighted(weights)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from hex_llm.kernels.attention import Batch, PagedAttention
-from hex_llm.models.linear import linear
+from hex_llm.models.linear import linear, linear_columns
 from hex_llm.models.moe import moe
 from hex_llm.models.params import FeedForward, LayerWeights, Weights
 from hex_llm.models.rope import rope_table, rotate
@@ -114,8 +114,16 @@ def feed_forward(x: jax.Array, w: FeedForward, spec: ModelSpec, layer: Layer) ->
 
 
 def gated_mlp(x: jax.Array, w: FeedForward, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    gate_up = linear(x, w.gate_up, w.gate_up_bias)  # [T, F, 2]
-    return linear(activation(gate_up[..., 0]) * gate_up[..., 1], w.down, w.down_bias)
+    def tokens_first(x: jax.Array, w: FeedForward) -> jax.Array:
+        gate_up = linear(x, w.gate_up, w.gate_up_bias)  # [T, F, 2]
+        return linear(activation(gate_up[..., 0]) * gate_up[..., 1], w.down, w.down_bias)
+
+    def tokens_last(x: jax.Array, w: FeedForward) -> jax.Array:
+        """Gate and up then lie in long stretches, which CPUs can read as vectors."""
+        gate_up = linear_columns(x.T, w.gate_up, w.gate_up_bias)  # [F, 2, T]
+        return linear_columns(activation(gate_up[:, 0]) * gate_up[:, 1], w.down, w.down_bias).T
+
+    return jax.lax.platform_dependent(x, w, cpu=tokens_last, default=tokens_first)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec) -> jax.Array:

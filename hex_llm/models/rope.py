@@ -36,13 +36,13 @@ def _ntk_frequencies(rope: Rope, spans: jax.Array) -> jax.Array:
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool) -> jax.Array:
     """x [T, ..., H]; the first 2 * pairs dimensions of H are rotated."""
     pairs = cos.shape[-1]
-    shape = (len(x),) + (1,) * (x.ndim - 2) + (pairs,)
-    cos, sin = cos.reshape(shape), sin.reshape(shape)
     turned, passed = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
-    if interleaved:
-        a, b = turned[..., ::2], turned[..., 1::2]
-        out = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turned.shape)
-    else:
-        a, b = turned[..., :pairs], turned[..., pairs:]
-        out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return jnp.concatenate([out.astype(x.dtype), passed], axis=-1)
+    # (a, b) -> (a cos - b sin, b cos + a sin), as the pair times cos plus the swapped pair times (-sin, sin).
+    axis, split = (-1, (pairs, 2)) if interleaved else (-2, (2, pairs))
+    shape = (len(x), *(1,) * (x.ndim - 2), *split)
+    cos, sin = (jnp.stack(both, axis=axis).reshape(shape) for both in ((cos, cos), (-sin, sin)))
+    turned = turned.reshape(*turned.shape[:-1], *split)
+    out = (turned * cos + jnp.flip(turned, axis) * sin).reshape(*x.shape[:-1], 2 * pairs)
+    return (
+        jnp.concatenate([out.astype(x.dtype), passed], axis=-1) if passed.shape[-1] else out.astype(x.dtype)
+    )

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.equality import ALL_CASES, MODELS, Case, Engines, judged_tiny, run_case, some_cases
+from tests.engine.equality import (
+    ALL_CASES,
+    BLOCK_SIZES,
+    CHUNKS,
+    MODELS,
+    Case,
+    Engines,
+    judged_default,
+    judged_tiny,
+    run_case,
+    some_cases,
+)
 from tests.tiny import Tiny
 
 
@@ -22,6 +33,20 @@ def test_some_of_the_matrix(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda t: t.name)
-def test_the_whole_matrix(tiny: Tiny, tmp_path: Path) -> None:
-    check(tiny, tmp_path, ALL_CASES)
+def test_the_whole_matrix(tiny: Tiny, block_size: int, chunk: int | None, tmp_path: Path) -> None:
+    cases = [case for case in ALL_CASES if (case.block_size, case.chunk) == (block_size, chunk)]
+    check(tiny, tmp_path, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_the_whole_matrix_of_the_default_model(block_size: int, chunk: int | None) -> None:
+    judged = judged_default()
+    engines = Engines(judged.folder)
+    cases = [case for case in ALL_CASES if (case.block_size, case.chunk) == (block_size, chunk)]
+    compared = sum(run_case(judged, case, engines.engine(case)) for case in cases)
+    print(f"SmolLM2: {len(cases)} cases, {compared} tokens compared, all equal")

@@ -100,3 +100,25 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         return np.asarray(paged_attention(q[:n], kv[:n], kv[:n], pages, batch, **options)[0][0])
 
     np.testing.assert_array_equal(first_row([100, 900]), first_row([100, 3]))
+
+
+def test_a_prefill_row_does_not_depend_on_its_neighbours() -> None:
+    """A prompt gives the same rows alone as between others that share its block of queries."""
+    rng = np.random.default_rng(0)
+    pages = jnp.array(rng.standard_normal((64, 32, KV_HEADS, 2, HEAD_DIM), dtype=np.float32))
+    tables = jnp.arange(1, 61, dtype=jnp.int32).reshape(3, 20)
+    lengths = [30, 50, 48]
+    q = jnp.array(rng.standard_normal((128, KV_HEADS, 2, HEAD_DIM), dtype=np.float32))
+    kv = jnp.array(rng.standard_normal((128, KV_HEADS, HEAD_DIM), dtype=np.float32))
+    middle = slice(lengths[0], lengths[0] + lengths[1])
+
+    def attend(rows: slice, lengths: list[int], tables: jax.Array) -> np.ndarray:
+        at = jnp.concatenate([jnp.arange(n) for n in lengths])
+        owners = jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths))
+        slots = tables[owners, at // 32] * 32 + at % 32
+        batch = Batch(at, owners, slots, jnp.zeros((0, 20), jnp.int32), tables)
+        options = {"mask": Mask(), "scale": 1.0, "softcap": None}
+        return np.asarray(paged_attention(q[rows], kv[rows], kv[rows], pages, batch, **options)[0])
+
+    together = attend(slice(0, 128), lengths, tables)[middle]
+    np.testing.assert_allclose(together, attend(middle, lengths[1:2], tables[1:2]), atol=1e-6)

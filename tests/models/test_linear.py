@@ -1,0 +1,26 @@
+"""Every way in which `linear` multiplies, against float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hex_llm.models.linear import FEW_ROWS, linear, linear_columns
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, FEW_ROWS[-1], FEW_ROWS[-1] + 1])
+@pytest.mark.parametrize("equal_rows", [False, True])
+def test_products_equal_float64(rows: int, equal_rows: bool) -> None:
+    """Equal rows come as a broadcast: XLA's CPU backend has summed a broadcast of a broadcast wrongly."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((96, 2, 64), dtype=np.float32)
+    bias = rng.standard_normal((96, 2), dtype=np.float32)
+    x = rng.standard_normal((1 if equal_rows else rows, 64), dtype=np.float32)
+    spread = lambda x: jax.lax.optimization_barrier(jnp.broadcast_to(x, (rows, 64)))  # noqa: E731
+    expected = np.einsum("td,fcd->tfc", np.broadcast_to(x, (rows, 64)).astype(np.float64), weight) + bias
+    out = jax.jit(lambda x: linear(spread(x), weight, bias))(x)
+    columns = jax.jit(lambda x: linear_columns(spread(x).T, weight, bias))(x)
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+    np.testing.assert_allclose(np.moveaxis(np.asarray(columns), -1, 0), expected, atol=1e-4)
