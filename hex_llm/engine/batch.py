@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int32]
 
 PER_TOKEN = 4  # numbers: its position, span, row and KV slot
 PER_ROW = 3  # numbers besides the block table: its last token, its slot, and where the choice is written
-MIN_PREFILL_TOKENS = 16  # fewer cost as much, so they share this shape
+MIN_PREFILL_TOKENS = 32  # fewer cost nearly as much, so they share this shape
 MIXED_STEP = 4  # sizes of steps that decode and prefill are powers of it: two sizes multiply
 
 

@@ -37,6 +37,7 @@ from hex_llm.weights.source import private_folder
 log = logging.getLogger(__name__)
 
 Program = Callable[..., Any]
+KEPT_S = 0.05  # what takes longer to compile is kept
 PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
 
 
@@ -256,9 +257,10 @@ def _write_size(num_rows: int, most: int) -> int:
 
 
 def keep_compiled(cache_dir: Path) -> None:
-    """Keeps what took long to compile for the next start, unless the user has set a place for it."""
+    """Keeps what was compiled for the next start, unless the user has set a place for it."""
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(private_folder(cache_dir / "compiled")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_S)
 
 
 def allocate_pages(
