@@ -88,7 +88,10 @@ def theirs(folder: Path) -> dict[int, float]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
-    model.save_pretrained(folder)
+    state = model.state_dict()  # no longer quantized, whatever its config says
+    plain = transformers.AutoModelForCausalLM.from_config(_without_quantization(model.config))
+    plain.load_state_dict(state)
+    plain.save_pretrained(folder)
     options = {"max_new_tokens": NUM_OUT, "do_sample": False, "eos_token_id": None}
     rates = {}
     for count in COUNTS:
@@ -96,6 +99,11 @@ def theirs(folder: Path) -> dict[int, float]:
         whole = torch.ones_like(ids)
         rates[count] = rate(lambda: model.generate(ids, attention_mask=whole, **options), count)  # noqa: B023
     return rates
+
+
+def _without_quantization(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
+    values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+    return type(config)(**{**values, "dtype": "float32"})
 
 
 VLLM = """

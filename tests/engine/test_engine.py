@@ -310,12 +310,12 @@ def test_priority(folder: Path) -> None:
 
 
 def test_a_late_compilation_is_counted_or_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    few = {"max_decode_seqs": 1, "max_model_len": 32, "prefill_len_padding": 32}
+    few = {"max_decode_seqs": 1, "max_model_len": 64, "prefill_len_padding": 64}
     warm = make_engine(folder, **few)
     warm.warm_up()
     drive(warm, [request("r", PROMPT, greedy(max_tokens=4, prompt_logprobs=1, logit_bias={1: 1.0}))])
     assert warm.runner.num_late_compiles == 0
-    forgotten = next(key for key in warm.runner._programs if key == (0, 1, 32, 1))
+    forgotten = next(key for key in warm.runner._programs if key == (0, 1, 32, 2))
     del warm.runner._programs[forgotten]
     drive(warm, [request("r", PROMPT, greedy(max_tokens=4))])
     assert warm.runner.num_late_compiles == 1
@@ -324,7 +324,7 @@ def test_a_late_compilation_is_counted_or_refused(folder: Path, caplog: pytest.L
     strict.runner._programs = {k: v for k, v in warm.runner._programs.items() if k != forgotten}
     strict.runner._is_warm = True
     told = drive(
-        strict, [request("r", PROMPT, greedy(max_tokens=4)), request("s", [5], greedy(max_tokens=4))]
+        strict, [request("r", PROMPT, greedy(max_tokens=4)), request("s", [5] * 40, greedy(max_tokens=4))]
     )
     assert told["r", 0][-1].finish_reason is FinishReason.ERROR
     assert "--recompile=error" in told["r", 0][-1].error
