@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import transformers
 
+from hex_llm.config import EngineConfig
+from hex_llm.weights.source import fetch
+
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -95,6 +98,13 @@ def greedy(model: Any, prompt: list[int], num_tokens: int, **options: Any) -> An
 
 def greedy_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     return greedy(model, prompt, num_tokens)[0, len(prompt) :].tolist()
+
+
+def default_model() -> tuple[Path, Any]:
+    """The GGUF file of the embedded default, and transformers' model of it."""
+    path = fetch(None, cache_dir=EngineConfig().cache_dir)
+    options = {"gguf_file": path.name, "dtype": torch.float32}
+    return path, transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:

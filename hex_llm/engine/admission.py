@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -45,15 +45,9 @@ def make_request(
     cache_salt: str = "",
 ) -> Request:
     """Raises InvalidRequest, which names the field."""
-    request = Request(request_id, _truncated(prompt_ids, params, limits), params, priority, cache_salt)
+    kept = _truncated(prompt_ids, params, limits)
+    request = Request(request_id, kept, params, priority, cache_salt, _bad_word_ids(params, tokenizer))
     check_request(request, limits)
-    if params.stop or params.bad_words or params.structured_outputs:
-        _check_text(params, tokenizer)
-    if params.bad_words:
-        assert tokenizer is not None
-        words = [ids for word in params.bad_words for ids in bad_word_ids(tokenizer, word)]
-        request = replace(request, bad_word_ids=words)
-        check_request(request, limits)
     return request
 
 
@@ -154,7 +148,11 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_text(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
-    if tokenizer is None:
-        name = "stop" if params.stop else "bad_words" if params.bad_words else "structured_outputs"
-        raise InvalidRequest(f"{name}: this server has no tokenizer (--skip_tokenizer_init)", name)
+def _bad_word_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Also refuses what cannot be done without a tokenizer."""
+    if tokenizer is not None:
+        return [ids for word in params.bad_words for ids in bad_word_ids(tokenizer, word)]
+    for name in ("stop", "bad_words", "structured_outputs"):
+        if getattr(params, name):
+            raise InvalidRequest(f"{name}: this server has no tokenizer (--skip_tokenizer_init)", name)
+    return []

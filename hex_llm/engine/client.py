@@ -50,7 +50,7 @@ from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import RequestOutput, Update
 from hex_llm.weights.model_files import open_tokenizer
-from hex_llm.weights.source import fetch
+from hex_llm.weights.source import fetch_for
 
 log = logging.getLogger(__name__)
 
@@ -353,11 +353,5 @@ def private_folder() -> Path:
 def tokenizer_of(config: EngineConfig) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
-    path = fetch(
-        config.tokenizer or config.model,
-        revision=config.revision,
-        token=config.hf_token,
-        cache_dir=config.cache_dir,
-        tokenizer_only=True,
-    )
+    path = fetch_for(config, config.tokenizer or config.model, tokenizer_only=True)
     return open_tokenizer(path, config.tokenizer_mode)

@@ -6,9 +6,11 @@ Host side, numpy only. The words it makes are what a slot remembers (`slots.py`)
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from hex_llm.engine.batch import Ints
 from hex_llm.types import Request
@@ -27,21 +29,31 @@ class Constraint:
     def __init__(
         self, request: Request, stop_ids: Iterable[int], vocab_size: int, matcher: Matcher | None = None
     ) -> None:
-        params = request.params
-        allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-        self._words = _bits(allowed, vocab_size)
-        self._words &= ~_bits((ids[0] for ids in request.bad_word_ids if len(ids) == 1), vocab_size)
+        self._request, self._stop_ids, self._vocab_size = request, frozenset(stop_ids), vocab_size
         self._long_bad_words = [ids for ids in request.bad_word_ids if len(ids) > 1]
-        self._not_before = len(request.prompt_ids) + params.min_tokens  # what may end it comes from there on
-        self._stop_words = _bits(stop_ids, vocab_size)
+        # What may end it comes from there on.
+        self._not_before = len(request.prompt_ids) + request.params.min_tokens
         self._was_early = True
         self.matcher = matcher
-        self._limits_all = bool(params.allowed_token_ids is not None or request.bad_word_ids or matcher)
-        self._limits_early = params.min_tokens > 0 and bool(self._stop_words.any())
 
     @property
     def is_needed(self) -> bool:
-        return self._limits_all or self._limits_early
+        """Most requests limit nothing, and their words are never made."""
+        params = self._request.params
+        limits_all = params.allowed_token_ids is not None or self._request.bad_word_ids or self.matcher
+        return bool(limits_all or (params.min_tokens > 0 and self._stop_ids))
+
+    @cached_property
+    def _words(self) -> Ints:
+        """What may stand anywhere, whatever comes before it."""
+        allowed = self._request.params.allowed_token_ids
+        words = _bits(np.arange(self._vocab_size) if allowed is None else allowed, self._vocab_size)
+        bad = [ids[0] for ids in self._request.bad_word_ids if len(ids) == 1]
+        return words & ~_bits(bad, self._vocab_size)
+
+    @cached_property
+    def _early_words(self) -> Ints:
+        return self._words & ~_bits(list(self._stop_ids), self._vocab_size)
 
     @property
     def follows_tokens(self) -> bool:
@@ -52,7 +64,7 @@ class Constraint:
         """What may stand at `position`, after these tokens (which may be known only in part if the words do
         not follow them)."""
         self._was_early = position < self._not_before
-        words = self._words & ~self._stop_words if self._was_early else self._words
+        words = self._early_words if self._was_early else self._words
         ends = [ids[-1] for ids in self._long_bad_words if token_ids[1 - len(ids) :] == ids[:-1]]
         if ends:
             words = words & ~_bits(ends, 32 * len(words))
@@ -65,7 +77,7 @@ class Constraint:
         return self.words(token_ids, position)
 
 
-def _bits(token_ids: Iterable[int], vocab_size: int) -> Ints:
+def _bits(token_ids: npt.ArrayLike, vocab_size: int) -> Ints:
     flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    flags[np.fromiter(token_ids, np.int64)] = 1
+    flags[np.asarray(token_ids, np.int64)] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)

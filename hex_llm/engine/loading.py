@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from hex_llm.text.grammar import GrammarFactory
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.weights.load import init_weights, load_weights
 from hex_llm.weights.model_files import ModelFiles, open_model, open_tokenizer
-from hex_llm.weights.source import fetch
+from hex_llm.weights.source import fetch_for
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, T
 
 def open_files(config: EngineConfig) -> ModelFiles:
     config_only = config.load_format == "dummy"
-    path = _fetch(config, config.model, config_only=config_only)
+    path = fetch_for(config, config.model, config_only=config_only)
     return open_model(path, trust_remote_code=config.trust_remote_code, config_only=config_only)
 
 
@@ -53,7 +52,7 @@ def load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
         return None
     if config.tokenizer is None:
         return files.open_tokenizer(config.tokenizer_mode)
-    return open_tokenizer(_fetch(config, config.tokenizer, tokenizer_only=True), config.tokenizer_mode)
+    return open_tokenizer(fetch_for(config, config.tokenizer, tokenizer_only=True), config.tokenizer_mode)
 
 
 def build_engine(
@@ -99,10 +98,6 @@ def resolve_dtype(asked: str, stored: str, platform: str) -> np.dtype[Any]:
     if platform == "cpu":
         return np.dtype(np.float32)
     return np.dtype(jnp.float16 if stored == "float16" and platform == "gpu" else jnp.bfloat16)
-
-
-def _fetch(config: EngineConfig, name: str | None, **only: bool) -> Path:
-    return fetch(name, revision=config.revision, token=config.hf_token, cache_dir=config.cache_dir, **only)
 
 
 def _check_hosts(config: EngineConfig) -> None:

@@ -164,9 +164,7 @@ class OutputCollector:
         return {token_id: Logprob(raw.logprob, raw.rank, self._name(token_id)), **known}
 
     def _name(self, token_id: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        return self._tokenizer.codec.token_bytes(token_id, False).decode("utf-8", "replace")
+        return None if self._tokenizer is None else self._tokenizer.shown(token_id)
 
 
 @dataclass(eq=False)

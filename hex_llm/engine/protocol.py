@@ -111,9 +111,8 @@ class Reader(Generic[T]):
             message: T = self._decoder.decode(frame)
         except Exception as error:  # the types' own checks raise theirs
             self.num_malformed += 1
-            if (
-                self.num_malformed.bit_count() == 1
-            ):  # the 1st, 2nd, 4th, 8th, ...: a flood must not fill the log
+            # The 1st, 2nd, 4th, 8th, ...: a flood must not fill the log.
+            if self.num_malformed.bit_count() == 1:
                 log.warning(
                     "malformed frames: %d so far; the last had %d bytes (%s)",
                     self.num_malformed,

@@ -17,17 +17,9 @@ import numpy as np
 
 from hex_llm.engine.batch import Ints
 from hex_llm.engine.sampling import BIASED, MASKED, SamplingRows
-from hex_llm.sampling_params import MAX_TOKEN_IDS, SamplingParams
+from hex_llm.sampling_params import MAX_TOKEN_IDS, RANGES, SamplingParams
 
-FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+FLOATS = tuple(RANGES)
 NUM_SCALARS = 13  # the floats, then the whole numbers
 TOP_K, SEED, NUM_PROMPT, NUM_LOGPROBS, CONSTRAINED = 7, 8, 10, 11, 12
 NOT_WANTED = -1

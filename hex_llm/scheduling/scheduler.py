@@ -193,10 +193,10 @@ class Scheduler:
             if sequence.num_left > 1 and budget > 0 and len(rows) < self.limits.max_prefill_seqs:
                 budget -= self._prefill(sequence, budget, rows)
         while budget > 0 and len(rows) < self.limits.max_prefill_seqs:
-            sequence_or_none = self._next_waiting()
-            if sequence_or_none is None or not self._admit(sequence_or_none, budget, alone=not rows):
+            first = self._next_waiting()
+            if first is None or not self._admit(first, budget, alone=not rows):
                 break
-            budget -= self._prefill(sequence_or_none, budget, rows)
+            budget -= self._prefill(first, budget, rows)
         return rows
 
     def _prefill(self, sequence: Sequence, budget: int, rows: Rows) -> int:

@@ -69,9 +69,7 @@ def _by_name(known: Logprobs) -> dict[str, float]:
 
 
 def _name(token_id: int, tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return f"token_id:{token_id}"
-    return tokenizer.codec.token_bytes(token_id, False).decode("utf-8", "replace")
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.shown(token_id)
 
 
 def _offsets(tokenizer: Tokenizer | None, ids: Sequence[int], text: str, skip_special: bool) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +111,6 @@ class Slow:
         prefix = "" if position else self.prefix
         ids: list[int] = self.processor.encode(prefix + text) if text else []
         return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        data = b"".join(self.token_bytes(i, skip_special_tokens) for i in ids)
-        return data.decode("utf-8", "replace").removeprefix(self.prefix)
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
         if token := self.added.get(token_id):

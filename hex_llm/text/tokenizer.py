@@ -29,17 +29,13 @@ class Codec(Protocol):
     def vocab_size(self) -> int: ...
     def token_id(self, token: str) -> int | None: ...
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
     @property
     def prefix(self) -> str:
-        """What `decode` takes off the start of a text: the space that `encode` puts there, or nothing."""
+        """What a text does not show of its start: the space that `encode` puts there, or nothing."""
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
-        """What the token adds to a text that has begun: bytes, for it may hold a part of a character.
-
-        `decode` is these joined, as UTF-8 with U+FFFD for what is none, without `prefix`.
-        """
+        """What the token adds to a text that has begun: bytes, for it may hold a part of a character."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids that the vocabulary does not have (a model's output may be wider) give no text."""
-        return self.codec.decode(ids, skip_special_tokens)
+        data = b"".join(self.codec.token_bytes(i, skip_special_tokens) for i in ids)
+        return data.decode("utf-8", "replace").removeprefix(self.codec.prefix)
+
+    def shown(self, token_id: int) -> str:
+        """One token for people's eyes, special or not, with U+FFFD for a part of a character."""
+        return self.codec.token_bytes(token_id, False).decode("utf-8", "replace")
 
     @property
     def bos_id(self) -> int | None:
@@ -103,10 +104,6 @@ class Fast:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        data = b"".join(self.token_bytes(i, skip_special_tokens) for i in ids)
-        return data.decode("utf-8", "replace").removeprefix(self.prefix)
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
         if skip_special_tokens and token_id in self._special:

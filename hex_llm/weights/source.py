@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+from hex_llm.config import EngineConfig
 from hex_llm.errors import SourceError
 from hex_llm.weights.bucket import fetch_from_bucket
 from hex_llm.weights.default_model import fetch_default
@@ -39,6 +40,11 @@ def fetch(
         raise SourceError(
             f"{model or 'the embedded default model'} cannot be had: {disk_problem(error)}"
         ) from error
+
+
+def fetch_for(config: EngineConfig, model: str | None, **only: bool) -> Path:
+    """`fetch` as a config wants it; `only` are its last options."""
+    return fetch(model, revision=config.revision, token=config.hf_token, cache_dir=config.cache_dir, **only)
 
 
 def _fetch(model: str | None, revision: str | None, token: str | None, cache_dir: Path, wish: Wish) -> Path:

@@ -10,16 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import transformers
-
-from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import Request
-from hex_llm.weights.source import fetch
 from tests.engine.driving import drive, make_engine, tokens
-from tests.tiny import FAMILIES, Tiny, greedy_tokens
+from tests.tiny import FAMILIES, Tiny, default_model, greedy_tokens
 
 NUM_OUT = 12
 MAX_LEN = 96
@@ -44,7 +39,7 @@ class Case(NamedTuple):
             **chunked,
             "max_num_batched_tokens": self.chunk,
             "block_size": self.block_size,
-            "num_blocks": 32 * MAX_LEN // 8 * 8 // self.block_size,
+            "num_blocks": 32 * MAX_LEN // self.block_size,
             "enable_prefix_cache_hbm": self.caching,
             "prefix_cache_unit": "block",
             "async_scheduling": self.overlapped,
@@ -93,7 +88,7 @@ class Judged:
     expected: list[list[int]]
 
 
-def prompt_lengths(block_size: int = 8) -> list[int]:
+def prompt_lengths() -> list[int]:
     """At the borders of blocks and next to them, for all block sizes."""
     borders = (8, 16, 24, 32, 48, 64)
     return [border + i for border in borders for i in (-1, 0, 1)] + list(range(2, 30, 2))
@@ -154,9 +149,7 @@ def judged_tiny(tiny: Tiny, folder: Path) -> Judged:
 
 def judged_default() -> Judged:
     """SmolLM2, from its GGUF file."""
-    path = fetch(None, cache_dir=EngineConfig().cache_dir)
-    options = {"gguf_file": path.name, "dtype": torch.float32}
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
+    path, model = default_model()
     prompts = make_prompts(40_000, first=1000)
     return Judged(path, prompts, [greedy_tokens(model, prompt, NUM_OUT) for prompt in prompts])
 

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from hex_llm import LLM, SamplingParams
-from hex_llm.config import EngineConfig
-from hex_llm.weights.source import fetch
 from tests.engine.prompts import PROMPTS
-from tests.tiny import greedy_tokens
+from tests.tiny import default_model, greedy_tokens
 
 NUM_TOKENS = 64
 
@@ -24,11 +21,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def judge() -> Any:
-    path = fetch(None, cache_dir=EngineConfig().cache_dir)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    return model.eval()
+    return default_model()[1]
 
 
 def generate(llm: LLM) -> list[tuple[list[int], list[int]]]:

@@ -41,9 +41,6 @@ class ByteCodec:
         self.threads.add(threading.get_ident())
         return [BOS] * add_special_tokens + [FIRST_BYTE + byte for byte in text.encode()]
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode("utf-8", "replace")
-
     def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
         specials = {} if skip_special_tokens else {BOS: b"<s>", EOS: b"</s>"}
         known = FIRST_BYTE <= token_id < self.vocab_size

@@ -1,0 +1,174 @@
+"""Structured outputs: nothing hostile takes long, takes much or ends the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from hex_llm.errors import InvalidRequest
+from hex_llm.sampling_params import StructuredOutputs
+from hex_llm.text.grammar import GrammarFactory, Matcher
+from tests.text.grammars import Setting
+
+
+def chain(link: str, last: str, length: int) -> str:
+    return "\n".join([*(link.replace("+", str(i + 1)).replace("@", str(i)) for i in range(length)), last])
+
+
+def references(length: int) -> str:
+    links: dict[str, Any] = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)}
+    return json.dumps({"$defs": {**links, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"})
+
+
+def nested(depth: int) -> str:
+    return '{"type":"object","properties":{"a":' * depth + "{}" + "}}" * depth
+
+
+BOMBS = {
+    **{f"regex {text[:20]}": {"regex": text} for text in (
+        "(a+)+b", "(.*)*x", "(a|a)*b", ".{0,65535}{65535}", "(a{1,1000}){1,1000}{1,1000}", "(.*a){20}.*",
+        "(a|b)*a(a|b){30}", "a?" * 5000 + "a" * 5000, "a" * 1_000_000, "[a-z]*" * 2000, "." * 300_000,
+    )},
+    "schema nested": {"json": nested(10_000)},
+    "schema chained": {"json": references(8000)},  # overflows llguidance's stack
+    "10k anyOf": {"json": json.dumps({"anyOf": [{"required": [f"k{i}"]} for i in range(10_000)]})},
+    "maxItems": {"json": json.dumps({"type": "array", "minItems": 2**31, "maxItems": 2**31 + 1})},
+    "maxLength": {"json": json.dumps({"type": "string", "minLength": 2**31})},
+    "pattern": {"json": json.dumps({"type": "string", "pattern": "(a{1,999}){1,999}{1,999}"})},
+    "patterns": {"json": json.dumps({"allOf": [{"pattern": f".*{i}.*"} for i in range(30)]})},  # for ever
+    "big enum": {"json": json.dumps({"enum": [f"v{i}" for i in range(80_000)]})},
+    "many properties": {"json": json.dumps({"properties": {f"p{i}": {} for i in range(20_000)}})},
+    "multipleOf": {"json": json.dumps({"type": "integer", "multipleOf": 999_999_937})},
+    "rules chained": {"grammar": chain("r@: r+", 'start: r0\nr9999: "a"', 9999)},
+    "terminals chained": {"grammar": chain("R@: R+", 'start: R0\nR9999: "a"', 9999)},
+    "terminals doubled": {"grammar": chain("R@: R+ R+", 'start: R0\nR60: "a"', 60)},
+    "90k alternatives": {"grammar": "start: " + " | ".join(f'"w{i}"' for i in range(90_000))},  # quadratic
+    "ambiguous": {"grammar": 'start: a\na: a a a | "x" | '},
+    "optional": {"grammar": 'start: "x"' + ' "b"?' * 20_000},
+    "left recursion": {"grammar": 'start: start "a" | "b"'},
+    "parentheses": {"grammar": "start: " + "(" * 100_000},
+    "EBNF chained": {"grammar": chain("r@ ::= r+", 'root ::= r0\nr9999 ::= "a"', 9999)},
+}  # fmt: skip
+
+
+def follow(setting: Setting, matcher: Matcher, most: int = 60) -> None:
+    rng = random.Random(0)
+    for _ in range(most):
+        bits = setting.allowed(matcher)
+        if matcher.stopped:
+            return
+        bits[list(setting.eos_ids)] = False
+        if not bits.any():
+            return
+        assert matcher.accept(int(rng.choice(np.flatnonzero(bits))))
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_hostile_ones_are_bounded(default: Setting, name: str) -> None:
+    default.compile(regex="a")  # the process is there
+    process, memory = default.factory._process, psutil.Process().memory_info().rss
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(default.compile, **BOMBS[name])
+        longest = longest_wait(compiling.done)
+    assert time.monotonic() - begin < 5
+    assert longest < 0.5  # other threads run meanwhile
+    try:
+        matcher = compiling.result()
+        begin = time.monotonic()
+        follow(default, matcher)
+    except InvalidRequest:  # as it may be
+        pass
+    assert time.monotonic() - begin < 5
+    assert psutil.Process().memory_info().rss - memory < 150 << 20
+    assert default.factory._process is process  # only its child has died
+    assert default.compile(choice=("x",)).accept(default.id_of("x"))
+
+
+def longest_wait(done: Callable[[], bool]) -> float:
+    longest, last = 0.0, time.monotonic()
+    while not done():
+        time.sleep(0.002)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    return longest
+
+
+AMBIGUOUS = "start: s\ns: " + " | ".join(f"s /[a-z]{{{i},}}/" for i in range(1, 200)) + ' | "x"'
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"regex": "((a{0,100}b{0,100}){0,100}c{0,100}){0,100}"},  # llguidance gives up
+        {"grammar": AMBIGUOUS},  # we do
+    ],
+    ids=["fuel", "time"],
+)
+def test_what_gets_too_complex_later_ends_its_request_only(default: Setting, wanted: dict[str, Any]) -> None:
+    matcher = default.compile(**wanted)
+    begin = time.thread_time()
+    with pytest.raises(InvalidRequest, match="too complex to be followed further") as refused:
+        follow(default, matcher, 1000)
+    assert refused.value.param == "structured_outputs"
+    assert not matcher.stopped
+    assert time.thread_time() - begin < 10
+    with pytest.raises(InvalidRequest):
+        matcher.mask()
+
+
+def test_nothing_is_kept_of_what_is_done(default: Setting) -> None:
+    def compile_some(first: int, count: int) -> None:
+        for i in range(first, first + count):
+            schema = {"type": "object", "properties": {f"k{i}": {"minimum": i}}, "required": [f"k{i}"]}
+            default.compile(json=json.dumps(schema)).mask()
+
+    compile_some(0, 20)
+    assert default.factory._process is not None
+    processes = [psutil.Process(), psutil.Process(default.factory._process.pid)]
+    before = [process.memory_info().rss for process in processes]
+    compile_some(1000, 100)
+    for process, start in zip(processes, before, strict=True):
+        assert process.memory_info().rss - start < 8 << 20
+
+
+# ---- the process
+
+
+def test_threads_may_compile_at_once(default: Setting) -> None:
+    def check(i: int) -> bool:
+        matcher = default.compile(choice=(f"x{i}",))
+        ids = default.tokenizer.encode(f"x{i}", add_special_tokens=False)
+        return all(matcher.accept(token_id) for token_id in ids) and matcher.stopped
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(check, range(40)))
+
+
+def test_a_process_that_was_killed_is_started_again(default: Setting) -> None:
+    default.compile(regex="a")
+    assert default.factory._process is not None
+    os.kill(default.factory._process.pid, signal.SIGKILL)
+    assert default.compile(regex="a").accept(default.id_of("a"))
+
+
+def test_close_leaves_nothing_behind(default: Setting) -> None:
+    num_threads, num_fds = threading.active_count(), psutil.Process().num_fds()
+    factory = GrammarFactory(default.tokenizer, default.vocab_size, default.eos_ids)
+    factory.compile(StructuredOutputs(regex="a"))
+    process = factory._process
+    assert process is not None
+    factory.close()
+    factory.close()
+    assert not psutil.pid_exists(process.pid)
+    assert (threading.active_count(), psutil.Process().num_fds()) == (num_threads, num_fds)
