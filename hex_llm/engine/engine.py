@@ -83,12 +83,6 @@ class Engine:
         """Compiles every shape that a step can have."""
         self.runner.warm_up(progress)
 
-    def close(self) -> None:
-        """Ends what runs beside it; nothing may be asked of it any more."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
-        if self._grammars is not None:
-            self._grammars.close()
-
     # ---- requests
 
     def add(self, request: Request) -> None:
@@ -218,8 +212,8 @@ class Engine:
         assert matcher is not None
         with self._failing(choice.sequence):
             if not matcher.accept(token_id):
-                raise InvalidRequest(f"token {token_id} does not follow the grammar", "structured_outputs")
-            if matcher.stopped:
+                self._fail(choice.sequence, f"token {token_id} does not follow the grammar")
+            elif matcher.stopped:
                 self._end(live, choice.sequence.index, FinishReason.STOP)
 
     def _keep_prompt_logprobs(self, step: InFlight, sequences: list[Sequence]) -> None:
@@ -306,12 +300,13 @@ class Engine:
         try:
             yield
         except Exception as error:
-            self._fail(sequence, str(error) or type(error).__name__)
+            param = error.param if isinstance(error, InvalidRequest) else None
+            self._fail(sequence, str(error) or type(error).__name__, param)
 
-    def _fail(self, sequence: Sequence, message: str) -> None:
+    def _fail(self, sequence: Sequence, message: str, param: str | None = None) -> None:
         live = self._live.get(sequence.request_id)
         if live is not None and sequence.index not in live.reasons:
-            self._end(live, sequence.index, FinishReason.ERROR, message)
+            self._end(live, sequence.index, FinishReason.ERROR, message, param)
 
     def _end_all(self, live: Live, reason: FinishReason, error: str = "", param: str | None = None) -> None:
         if live.matchers is not None:

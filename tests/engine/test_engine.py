@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from hex_llm.engine import programs
 from hex_llm.engine.engine import NO_TOKEN, Engine
 from hex_llm.errors import InvalidRequest, QueueFull
-from hex_llm.sampling_params import SamplingParams
+from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.types import FinishReason, Request, Update
 from tests.engine.driving import drive, make_engine, request, tokens
 from tests.tiny import Tiny, greedy_tokens
@@ -223,6 +224,49 @@ def test_an_answer_without_a_finite_score_ends_that_request_only(
     for i, prompt in enumerate(others):
         assert tokens(told[f"other{i}", 0]) == greedy_tokens(judge, prompt, 8)
     assert engine.ledger == {"accepted": 6, "finished": 5, "error": 1}
+
+
+class Grammar:
+    """Allows everything; following it fails after two tokens, through the request's fault or another's."""
+
+    stopped = False
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.num_left = error, 2
+
+    def compile(self, _: StructuredOutputs) -> Grammar:
+        return self
+
+    def mask(self) -> np.ndarray:
+        return np.full(4, -1, np.int32)
+
+    def accept(self, _: int) -> bool:
+        self.num_left -= 1
+        if self.error is not None and not self.num_left:
+            raise self.error
+        return self.num_left > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "param"),
+    [
+        (InvalidRequest("too complex", "structured_outputs"), "too complex", "structured_outputs"),
+        (RuntimeError("lost"), "lost", None),
+        (None, "does not follow the grammar", None),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_ends_its_request_and_says_who_is_at_fault(
+    folder: Path, judge: Any, error: Exception | None, message: str, param: str | None
+) -> None:
+    engine = make_engine(folder, **FLAGS)
+    engine._grammars = Grammar(error)  # type: ignore[assignment]
+    engine.limits = replace(engine.limits, reads_text=True)
+    structured = greedy(structured_outputs=StructuredOutputs(json_object=True))
+    told = drive(engine, [request("bad", PROMPT, structured), request("good", PROMPT, greedy())])
+    end = told["bad", 0][-1]
+    assert (len(tokens(told["bad", 0])), end.finish_reason, end.param) == (2, FinishReason.ERROR, param)
+    assert message in end.error
+    assert tokens(told["good", 0]) == greedy_tokens(judge, PROMPT, 12)
 
 
 @pytest.mark.parametrize("moment", range(9))
