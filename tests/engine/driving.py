@@ -15,10 +15,14 @@ from hex_llm.types import Request, Update
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
-def make_engine(folder: Path, **flags: Any) -> Engine:
+def make_config(folder: Path, **flags: Any) -> EngineConfig:
     """Without a tokenizer: token ids in, token ids out."""
     small = {"num_blocks": 64, "max_decode_seqs": 8, "max_model_len": 256, "dtype": "float32"}
-    config = EngineConfig(model=str(folder), skip_tokenizer_init=True, **{**small, **flags})
+    return EngineConfig(model=str(folder), skip_tokenizer_init=True, **{**small, **flags})
+
+
+def make_engine(folder: Path, **flags: Any) -> Engine:
+    config = make_config(folder, **flags)
     return build_engine(config, open_files(config), None)
 
 

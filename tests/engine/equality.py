@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hex_llm.engine.engine import Engine
+from hex_llm.engine.loading import build_engine, open_files
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import Request
-from tests.engine.driving import drive, make_engine, tokens
+from tests.engine.driving import drive, make_config, tokens
 from tests.tiny import FAMILIES, Tiny, default_model, greedy_tokens
 
 NUM_OUT = 12
@@ -155,14 +156,16 @@ def judged_default() -> Judged:
 
 
 class Engines:
-    """One engine for each set of flags that changes programs; the others share its programs."""
+    """One set of weights and programs for each set of flags that changes programs; the rest is new for a case."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.programs: dict[Any, Any] = {}
+        self.first: dict[Any, Engine] = {}
 
     def engine(self, case: Case) -> Engine:
-        engine = make_engine(self.folder, **case.flags())
+        config = make_config(self.folder, **case.flags())
         key = (case.block_size, case.chunk)
-        engine.runner._programs = self.programs.setdefault(key, engine.runner._programs)
-        return engine
+        if key not in self.first:
+            self.first[key] = build_engine(config, open_files(config), None)
+        first = self.first[key]
+        return Engine(config, first.spec, first.runner, first.scheduler.pool.num_blocks)
