@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hex_llm.config import ServerConfig
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull
 from hex_llm.server import openai, vertex
-from hex_llm.server.openai import Backend
+from hex_llm.server.backend import Backend
 from hex_llm.server.schemas import invalid
 
 MAX_BODY = 10 << 20

@@ -14,7 +14,8 @@ from fastapi import APIRouter, Request, Response
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.server import logprobs
-from hex_llm.server.openai import Backend, answer, chat, together, unless_gone
+from hex_llm.server.backend import Backend, answer, together, unless_gone
+from hex_llm.server.openai import chat
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest, Kind, not_built, parse, shown
 from hex_llm.types import CompletionOutput, RequestOutput
 

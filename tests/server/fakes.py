@@ -6,12 +6,14 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 
 from hex_llm.engine.admission import Limits, check_request, make_request
+from hex_llm.engine.client import Generation
 from hex_llm.engine.outputs import OutputCollector, for_engine
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams
@@ -99,9 +101,10 @@ class FakeBackend:
         self.hold: asyncio.Event | None = None
         self.error: Exception | None = None
 
-    async def complete(
+    @asynccontextmanager
+    async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> RequestOutput:
+    ) -> AsyncIterator[Generation]:
         if self.error is not None:
             raise self.error
         if isinstance(prompt, str) and self.tokenizer is None:
@@ -112,15 +115,30 @@ class FakeBackend:
             priority=priority, cache_salt=cache_salt,
         )  # fmt: skip
         self.asked.append(request)
+        text = prompt if isinstance(prompt, str) else None
+        generation = Generation(OutputCollector(request, self.tokenizer, text))
+        feeding = asyncio.create_task(self._feed(generation))
         try:
-            await (self.hold.wait() if self.hold else asyncio.sleep(0))
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
-        collector = OutputCollector(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
-        for update in reversed_updates(for_engine(request)):
-            collector.add(update)
-        return collector.output()
+            yield generation
+        finally:
+            self.num_cancelled += not generation.ended
+            feeding.cancel()
+
+    async def _feed(self, generation: Generation) -> None:
+        await (self.hold.wait() if self.hold else asyncio.sleep(0))
+        for update in self.updates(for_engine(generation.collector.request)):
+            generation.add(update)
+            await asyncio.sleep(0)
+
+    def updates(self, request: Request) -> Iterable[Update]:
+        return reversed_updates(request)
+
+    async def complete(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> RequestOutput:
+        async with self.generate(prompt, params, priority=priority, cache_salt=cache_salt) as generation:
+            await generation.until_end()
+        return generation.output()
 
 
 class FakeEngine:
