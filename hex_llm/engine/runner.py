@@ -27,8 +27,8 @@ from hex_llm.engine.programs import Pages
 from hex_llm.engine.results import unpack_logprobs
 from hex_llm.engine.slots import SlotLayout
 from hex_llm.errors import HexError
-from hex_llm.kernels import reference
-from hex_llm.models.params import Weights
+from hex_llm.kernels import cpu, reference
+from hex_llm.models.params import Weights, in_panels
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, TP
 from hex_llm.types import StepPlan, TokenLogprobs
@@ -85,7 +85,9 @@ class Runner:
         dtype: np.dtype[Any],
     ) -> None:
         config = paddings.config
-        self.spec, self.weights, self.mesh, self.dtype = spec, weights, mesh, dtype
+        width = cpu_panel_width(spec, mesh, dtype)
+        self.weights = weights if width is None else in_panels(weights, width)
+        self.spec, self.mesh, self.dtype = spec, mesh, dtype
         self.paddings, self.config = paddings, config
         self.pages = allocate_pages(spec, mesh, num_blocks, config.block_size, dtype)
         self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
@@ -94,7 +96,8 @@ class Runner:
         self._is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
-        self._attend = programs.split_by_head(reference.paged_attention, mesh)
+        attend = reference.paged_attention if width is None else cpu.paged_attention
+        self._attend = programs.split_by_head(attend, mesh)
         self._programs: dict[Key, Program] = {}
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -261,6 +264,14 @@ def keep_compiled(cache_dir: Path) -> None:
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(private_folder(cache_dir / "compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_S)
+
+
+def cpu_panel_width(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> int | None:
+    """Of the CPU's own kernels; None where they cannot be used."""
+    if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu" or dtype != np.float32:
+        return None
+    width = cpu.panel_width()
+    return width if width is not None and spec.head_dim % (width // cpu.PANEL_VECTORS) == 0 else None
 
 
 def allocate_pages(

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from hex_llm.kernels.attention import Batch, PagedAttention
-from hex_llm.models.linear import linear, linear_columns
+from hex_llm.kernels.cpu import Panels
+from hex_llm.models.linear import linear, linear_columns, rows_of
 from hex_llm.models.moe import moe
 from hex_llm.models.params import FeedForward, LayerWeights, Weights
 from hex_llm.models.rope import rope_table, rotate
@@ -41,7 +42,7 @@ def forward(
 
     `spans` [T]: the length of sequence that each token's rope frequencies are made for (rope.rope_table).
     """
-    x = weights.embed[token_ids]
+    x = rows_of(weights.embed, token_ids)
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     ropes = {layer.rope for layer in spec.layers if layer.rope}
@@ -123,6 +124,8 @@ def gated_mlp(x: jax.Array, w: FeedForward, activation: Callable[[jax.Array], ja
         gate_up = linear_columns(x.T, w.gate_up, w.gate_up_bias)  # [F, 2, T]
         return linear_columns(activation(gate_up[:, 0]) * gate_up[:, 1], w.down, w.down_bias).T
 
+    if isinstance(w.gate_up, Panels):
+        return tokens_first(x, w)
     return jax.lax.platform_dependent(x, w, cpu=tokens_last, default=tokens_first)
 
 

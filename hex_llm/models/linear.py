@@ -5,17 +5,23 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from hex_llm.kernels import cpu
+from hex_llm.kernels.cpu import Panels
+
 FEW_ROWS = range(2, 65)
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array | Panels, bias: jax.Array | None = None) -> jax.Array:
     """x [T, *in] times weight [*out, *in] -> [T, *out]; weights lie as in the checkpoint, outputs first.
 
     Axes are merged first: XLA's CPU backend runs a product of matrices several times faster than one of
     tensors. An axis that is split over devices leads its group, so merging moves nothing between them.
     """
-    outputs = weight.shape[: weight.ndim - (x.ndim - 1)]
     flat = x.reshape(len(x), -1)
+    if isinstance(weight, Panels):
+        out = cpu.matmul(flat, weight)
+        return out if bias is None else out + bias
+    outputs = weight.shape[: weight.ndim - (x.ndim - 1)]
     matrix = weight.reshape(-1, flat.shape[1])
     if len(x) in FEW_ROWS and x.dtype == jnp.float32:
         out = jax.lax.platform_dependent(flat, matrix, cpu=_weight_first, default=_product)
@@ -30,6 +36,11 @@ def linear_columns(x: jax.Array, weight: jax.Array, bias: jax.Array | None = Non
     out = _weight_first(x.T, weight.reshape(-1, len(x))).T.astype(x.dtype)
     out = out.reshape(*weight.shape[:-1], x.shape[1])
     return out if bias is None else out + bias[..., None]
+
+
+def rows_of(weight: jax.Array | Panels, which: jax.Array) -> jax.Array:
+    """[V, D] and [T] -> [T, D]."""
+    return weight.rows(which) if isinstance(weight, Panels) else weight[which]
 
 
 def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:

@@ -7,11 +7,12 @@ qkv is [K, G+2, H, D] (a KV head with its queries), gate_up is [F, 2, D].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from hex_llm.kernels.cpu import to_panels
 from hex_llm.models.spec import Layer, ModelSpec
 
 Leaf = Any  # a Param in the abstract tree, a jax.Array in the loaded one
@@ -71,6 +72,28 @@ class Weights:
     layers: list[LayerWeights]
     norm: Leaf
     head: Leaf | None  # None: tied to embed
+
+
+def in_panels(weights: Weights, width: int) -> Weights:
+    """Loaded weights with their matrices laid out for the CPU's kernel; experts stay as they are.
+
+    The layers of the given weights are replaced one by one, so that they are in memory twice only one by one.
+    """
+    for i, layer in enumerate(weights.layers):
+        weights.layers[i] = replace(
+            layer,
+            qkv=to_panels(layer.qkv, 3, width),
+            out=to_panels(layer.out, 1, width),
+            ffn=_ffn_in_panels(layer.ffn, width),
+        )
+    head = None if weights.head is None else to_panels(weights.head, 1, width)
+    return replace(weights, embed=to_panels(weights.embed, 1, width), head=head)
+
+
+def _ffn_in_panels(ffn: FeedForward, width: int) -> FeedForward:
+    if ffn.router is not None:
+        return ffn if ffn.shared is None else replace(ffn, shared=_ffn_in_panels(ffn.shared, width))
+    return replace(ffn, gate_up=to_panels(ffn.gate_up, 2, width), down=to_panels(ffn.down, 1, width))
 
 
 def abstract_weights(spec: ModelSpec) -> Weights:

@@ -1,4 +1,4 @@
-"""The reference attention against a dense one that is written out in numpy."""
+"""Every attention that runs here against a dense one that is written out in numpy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels.attention import Batch, Mask
-from hex_llm.kernels.reference import paged_attention
+from hex_llm.kernels import cpu, reference
+from hex_llm.kernels.attention import Batch, Mask, PagedAttention
 
-KV_HEADS, HEAD_DIM = 2, 8
+KV_HEADS, HEAD_DIM = 2, 16
 
 
 def dense(
@@ -30,13 +30,24 @@ def dense(
     return np.einsum("kgc,ckh->kgh", weights / weights.sum(-1, keepdims=True), v)
 
 
+needs_compiler = pytest.mark.skipif(cpu.panel_width() is None, reason="there is no C++ compiler")
+every_one = pytest.mark.parametrize(
+    "paged_attention",
+    [reference.paged_attention, pytest.param(cpu.paged_attention, marks=needs_compiler)],
+    ids=["reference", "cpu"],
+)
+
+
+@every_one
 @pytest.mark.parametrize("block_size", [8, 32, 512])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(
     ("mask", "softcap"),
     [(Mask(), None), (Mask(window=5), None), (Mask(window=300), 2.0), (Mask(chunk=7), None), (Mask(), 1.5)],
 )
-def test_ragged_batch(block_size: int, group: int, mask: Mask, softcap: float | None) -> None:
+def test_ragged_batch(
+    paged_attention: PagedAttention, block_size: int, group: int, mask: Mask, softcap: float | None
+) -> None:
     """Decodes and prefill chunks of very different lengths, some after a cached prefix, with padding."""
     rng = np.random.default_rng(0)
     decodes = [0, 5, 255, 256, 700]  # positions; everything before is cached
@@ -82,7 +93,8 @@ def test_ragged_batch(block_size: int, group: int, mask: Mask, softcap: float | 
     assert np.isfinite(np.asarray(out)).all(), "padding must stay finite"
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+@every_one
+def test_a_row_does_not_depend_on_its_neighbours(paged_attention: PagedAttention) -> None:
     """A long neighbour makes more stretches, which add exactly nothing to a short row."""
     rng = np.random.default_rng(0)
     pages = jnp.array(rng.standard_normal((64, 32, KV_HEADS, 2, HEAD_DIM), dtype=np.float32))
@@ -102,7 +114,8 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     np.testing.assert_array_equal(first_row([100, 900]), first_row([100, 3]))
 
 
-def test_a_prefill_row_does_not_depend_on_its_neighbours() -> None:
+@every_one
+def test_a_prefill_row_does_not_depend_on_its_neighbours(paged_attention: PagedAttention) -> None:
     """A prompt gives the same rows alone as between others that share its block of queries."""
     rng = np.random.default_rng(0)
     pages = jnp.array(rng.standard_normal((64, 32, KV_HEADS, 2, HEAD_DIM), dtype=np.float32))

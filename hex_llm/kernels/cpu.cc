@@ -1,0 +1,341 @@
+// The two operations of a step that XLA's CPU backend leaves far below what the machine can do.
+//
+// matmul: XLA multiplies one row on one core, and turns the weights round for a few. Here all threads share
+// the outputs, and weights, which lie in panels (cpu.py), pass from memory once and in order.
+//
+// attention: XLA copies every key and value out of its page before use. Here they are read where they lie.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(alignof(float)), may_alias));
+
+Vector Load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+void Store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
+
+// ---- threads
+
+// Tasks 0 ... count - 1, each done once. Whoever is free takes the next: no thread waits for one that has not
+// begun.
+struct Tasks {
+  const std::function<void(int64_t)> run;
+  const int64_t count;
+  std::atomic<int64_t> next{0}, num_done{0};
+
+  Tasks(std::function<void(int64_t)> run, int64_t count) : run(std::move(run)), count(count) {}
+
+  void Help() {
+    for (int64_t i; (i = next.fetch_add(1)) < count; num_done.fetch_add(1)) run(i);
+  }
+};
+
+// From this thread and as many others as are free. One that comes when all is done finds `tasks` still there.
+void RunAll(ffi::ThreadPool& pool, int64_t count, std::function<void(int64_t)> run) {
+  auto tasks = std::make_shared<Tasks>(std::move(run), count);
+  for (int64_t i = 1; i < std::min<int64_t>(pool.num_threads(), count); ++i)
+    pool.Schedule([tasks] { tasks->Help(); });
+  tasks->Help();
+  while (tasks->num_done.load() < count) std::this_thread::yield();
+}
+
+// ---- x [m, k] times w [n, k] transposed; w lies in panels [n / kPanel, k, kPanel]
+
+constexpr int kVectors = 4;  // in a row of a panel
+constexpr int kPanel = kVectors * kLanes;
+constexpr int kTile = 4;           // kTile x kVectors sums fit into the registers
+constexpr int kBlockRows = 64;     // rows of x that stay in a near cache while weights pass by
+constexpr int64_t kBlockDepth = 512;   // of a panel, so that it stays in the nearest
+constexpr int kStripesPerThread = 9;     // so that a thread that comes late has less to do
+
+// y [M, kPanel] (+)= x [M, depth] times a panel [depth, kPanel].
+template <int M>
+void MultiplyTile(const float* x, int64_t k, const float* panel, int64_t depth, bool add, float* y, int64_t n) {
+  Vector sums[M][kVectors] = {};
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < depth; ++i) {
+    Vector weights[kVectors];
+#pragma GCC unroll 4
+    for (int b = 0; b < kVectors; ++b) weights[b] = Load(panel + i * kPanel + b * kLanes);
+#pragma GCC unroll 4
+    for (int a = 0; a < M; ++a)
+#pragma GCC unroll 4
+      for (int b = 0; b < kVectors; ++b) sums[a][b] += weights[b] * x[a * k + i];
+  }
+  for (int a = 0; a < M; ++a)
+    for (int b = 0; b < kVectors; ++b) {
+      float* to = y + a * n + b * kLanes;
+      Store(to, add ? Load(to) + sums[a][b] : sums[a][b]);
+    }
+}
+
+// y [m, the panel's columns that exist] = x [m, k] times one panel.
+void MultiplyPanel(const float* x, int64_t m, int64_t k, const float* panel, float* y, int64_t n) {
+  for (int64_t start = 0; start < k; start += kBlockDepth) {
+    int64_t depth = std::min(kBlockDepth, k - start);
+    const float *rows = x + start, *part = panel + start * kPanel;
+    bool add = start > 0;
+    int64_t a = 0;
+    for (; a + kTile <= m; a += kTile) MultiplyTile<kTile>(rows + a * k, k, part, depth, add, y + a * n, n);
+    rows += a * k;
+    float* out = y + a * n;
+    if (m - a == 3) MultiplyTile<3>(rows, k, part, depth, add, out, n);
+    if (m - a == 2) MultiplyTile<2>(rows, k, part, depth, add, out, n);
+    if (m - a == 1) MultiplyTile<1>(rows, k, part, depth, add, out, n);
+  }
+}
+
+struct Product {
+  const float *x, *panels;
+  float* y;
+  int64_t m, k, n;
+
+  void Compute(int64_t first_panel, int64_t last_panel) const {
+    float edge[kBlockRows * kPanel];  // for the last panel, where it has more columns than y
+    for (int64_t row = 0; row < m; row += kBlockRows) {
+      int64_t rows = std::min<int64_t>(kBlockRows, m - row);
+      for (int64_t p = first_panel; p < last_panel; ++p) {
+        const float *from = x + row * k, *panel = panels + p * k * kPanel;
+        float* out = y + row * n + p * kPanel;
+        int64_t columns = n - p * kPanel;
+        if (columns >= kPanel) {
+          MultiplyPanel(from, rows, k, panel, out, n);
+          continue;
+        }
+        MultiplyPanel(from, rows, k, panel, edge, kPanel);
+        for (int64_t a = 0; a < rows; ++a) std::copy_n(edge + a * kPanel, columns, out + a * n);
+      }
+    }
+  }
+};
+
+ffi::Error Multiply(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR3<ffi::F32> panels,
+                    ffi::ResultBufferR2<ffi::F32> y) {
+  Product product{x.typed_data(), panels.typed_data(), y->typed_data(),
+                  x.dimensions()[0], x.dimensions()[1], y->dimensions()[1]};
+  int64_t num_panels = panels.dimensions()[0];
+  int64_t num_stripes = std::min(num_panels, std::max<int64_t>(1, pool.num_threads()) * kStripesPerThread);
+  RunAll(pool, num_stripes, [=](int64_t i) {
+    product.Compute(i * num_panels / num_stripes, (i + 1) * num_panels / num_stripes);
+  });
+  return ffi::Error::Success();
+}
+
+// ---- attention through the pages, as kernels/attention.py tells it; k and v have been written
+
+constexpr int kKeys = 64;     // scored at a time
+constexpr int kQueries = 16;  // of one KV head that share their reading: rows of one sequence x query heads
+
+typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
+
+// e^x for x <= 0, to the last bit or two.
+Vector Exp(Vector x) {
+  const Vector lowest = Vector{} - 87.0f;
+  x = x < lowest ? lowest : x;
+  const Vector rounder = Vector{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves no digits behind the point
+  const Vector n = (x * 1.44269504f + rounder) - rounder;
+  const Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  const Vector power = 1 + r * (1 + r * (0.5f + r * (1.66666667e-1f + r * (4.16666667e-2f + r *
+                       (8.33333333e-3f + r * 1.38888889e-3f)))));
+  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return power * reinterpret_cast<const Vector&>(exponent);
+}
+
+float Sum(Vector v) {
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+}
+
+using Pages = ffi::Buffer<ffi::F32, 5>;  // [N, block, K, 2, H]
+
+struct Attention {
+  const float *q, *pages;
+  const int32_t *tables, *positions, *sequences;
+  float* out;
+  int64_t num_rows, num_heads, group, size;        // T, K, G, H
+  int64_t num_pages, block_size, num_seqs, width;  // width: blocks in a row of `tables`
+  float scale, softcap;                            // no cap: 0
+  int64_t window, chunk;                           // none: 0
+
+  // The first key that a query at this position sees; the last is its own.
+  int64_t First(int64_t position) const {
+    int64_t first = window ? std::max<int64_t>(0, position - window + 1) : 0;
+    return chunk ? std::max(first, position / chunk * chunk) : first;
+  }
+
+  // Key of one head at a position, of the sequence with this table; its value lies `size` behind it, the next
+  // key of the same block `Stride()`.
+  const float* Key(const int32_t* table, int64_t position, int64_t head) const {
+    int64_t page = std::clamp<int64_t>(table[std::min(position / block_size, width - 1)], 0, num_pages - 1);
+    return pages + ((page * block_size + position % block_size) * num_heads + head) * 2 * size;
+  }
+  int64_t Stride() const { return num_heads * 2 * size; }
+
+  // One query's scores of a stretch become weights: 0 outside [from, to); what was summed before shrinks.
+  void Softmax(float* scores, int64_t from, int64_t to, float* peak, float* total, float* sums) const {
+    if (from >= to) return std::fill_n(scores, kKeys, 0.0f), void();
+    if (softcap)
+      for (int64_t i = from; i < to; ++i) scores[i] = std::tanh(scores[i] / softcap) * softcap;
+    const float highest = std::max(*peak, *std::max_element(scores + from, scores + to));
+    const float shrink = std::exp(*peak - highest);
+    for (int64_t i = from / kLanes * kLanes; i < to; i += kLanes) Store(scores + i, Exp(Load(scores + i) - highest));
+    std::fill(scores, scores + from, 0.0f);
+    std::fill(scores + to, scores + kKeys, 0.0f);
+    Vector added = {};
+    for (int64_t i = 0; i < kKeys; i += kLanes) added += Load(scores + i);
+    *peak = highest;
+    *total = *total * shrink + Sum(added);
+    for (int64_t i = 0; i < size; ++i) sums[i] *= shrink;
+  }
+
+  void Attend(int64_t first_row, int64_t count, int64_t head) const;
+};
+
+// Four queries' scores of four keys: [4, kKeys] at `scores`.
+void ScoreTile(const float* q, const float* keys, int64_t stride, int64_t size, float* scores) {
+  Vector sums[4][4] = {};
+  for (int64_t i = 0; i < size; i += kLanes) {
+#pragma GCC unroll 4
+    for (int a = 0; a < 4; ++a)
+#pragma GCC unroll 4
+      for (int b = 0; b < 4; ++b) sums[a][b] += Load(q + a * size + i) * Load(keys + b * stride + i);
+  }
+  for (int a = 0; a < 4; ++a)
+    for (int b = 0; b < 4; ++b) scores[a * kKeys + b] = Sum(sums[a][b]);
+}
+
+// Adds to four queries' sums [4, size], V vectors of each, `count` values with their weights [4, kKeys].
+template <int V>
+void ValueTile(const float* weights, const float* values, int64_t stride, int64_t count, int64_t size, float* out) {
+  Vector sums[4][V];
+  for (int a = 0; a < 4; ++a)
+    for (int b = 0; b < V; ++b) sums[a][b] = Load(out + a * size + b * kLanes);
+  for (int64_t i = 0; i < count; ++i, values += stride) {
+#pragma GCC unroll 4
+    for (int b = 0; b < V; ++b) {
+      Vector value = Load(values + b * kLanes);
+#pragma GCC unroll 4
+      for (int a = 0; a < 4; ++a) sums[a][b] += value * weights[a * kKeys + i];
+    }
+  }
+  for (int a = 0; a < 4; ++a)
+    for (int b = 0; b < V; ++b) Store(out + a * size + b * kLanes, sums[a][b]);
+}
+
+// Rows that follow each other in one sequence, with all query heads of one KV head: a running softmax over
+// stretches of kKeys positions, which begin at multiples of it. So no result depends on what shares the group.
+void Attention::Attend(int64_t first_row, int64_t count, int64_t head) const {
+  const int64_t num_queries = count * group, padded = (num_queries + 3) / 4 * 4;
+  thread_local std::vector<float> memory;
+  memory.assign(padded * (2 * size + kKeys + 2), 0.0f);
+  float *queries = memory.data(), *sums = queries + padded * size, *scores = sums + padded * size;
+  float *peaks = scores + padded * kKeys, *totals = peaks + padded;
+  std::fill_n(peaks, padded, -std::numeric_limits<float>::infinity());
+  int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float* from = q + ((first_row + i) * num_heads + head) * group * size;
+    for (int64_t j = 0; j < group * size; ++j) queries[i * group * size + j] = from[j] * scale;
+    low = std::min(low, First(positions[first_row + i]));
+    high = std::max<int64_t>(high, positions[first_row + i]);
+  }
+  const int32_t* table = tables + sequences[first_row] * width;
+  for (int64_t start = low / kKeys * kKeys; start <= high; start += kKeys) {
+    const int64_t end = std::min(start + kKeys, high + 1);
+    for (int64_t key = start; key < end; key += 4)  // blocks hold multiples of four
+      for (int64_t i = 0; i < padded; i += 4)
+        ScoreTile(queries + i * size, Key(table, key, head), Stride(), size, scores + i * kKeys + key - start);
+    for (int64_t i = 0; i < num_queries; ++i) {
+      const int64_t position = positions[first_row + i / group];
+      const int64_t from = std::max(First(position), start) - start, to = std::min(position + 1, end) - start;
+      Softmax(scores + i * kKeys, from, to, peaks + i, totals + i, sums + i * size);
+    }
+    for (int64_t key = start, run; key < end; key += run) {
+      run = std::min(block_size - key % block_size, end - key);
+      const float* values = Key(table, key, head) + size;
+      for (int64_t i = 0; i < padded; i += 4) {
+        const float* weights = scores + i * kKeys + key - start;
+        int64_t d = 0;
+        for (; d + 4 * kLanes <= size; d += 4 * kLanes)
+          ValueTile<4>(weights, values + d, Stride(), run, size, sums + i * size + d);
+        for (; d < size; d += kLanes) ValueTile<1>(weights, values + d, Stride(), run, size, sums + i * size + d);
+      }
+    }
+  }
+  for (int64_t i = 0; i < num_queries; ++i) {
+    float* to = out + (((first_row + i / group) * num_heads + head) * group + i % group) * size;
+    for (int64_t d = 0; d < size; ++d) to[d] = sums[i * size + d] / totals[i];
+  }
+}
+
+ffi::Error Attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, Pages pages,
+                  ffi::BufferR2<ffi::S32> tables, ffi::BufferR1<ffi::S32> positions,
+                  ffi::BufferR1<ffi::S32> sequences, ffi::ResultBufferR4<ffi::F32> out, float scale, float softcap,
+                  int64_t window, int64_t chunk) {
+  auto [num_rows, num_heads, group, size] = std::tuple(q.dimensions()[0], q.dimensions()[1], q.dimensions()[2],
+                                                       q.dimensions()[3]);
+  const Attention attention{q.typed_data(), pages.typed_data(), tables.typed_data(), positions.typed_data(),
+                            sequences.typed_data(), out->typed_data(), num_rows, num_heads, group, size,
+                            pages.dimensions()[0], pages.dimensions()[1], tables.dimensions()[0],
+                            tables.dimensions()[1], scale, softcap, window, chunk};
+  std::vector<std::pair<int64_t, int64_t>> groups;  // first row, count
+  const int64_t most = std::max<int64_t>(1, kQueries / group);
+  const int32_t* owner = attention.sequences;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const bool is_padding = owner[row] < 0 || owner[row] >= attention.num_seqs;
+    if (is_padding) std::fill_n(attention.out + row * num_heads * group * size, num_heads * group * size, 0.0f);
+    else if (!groups.empty() && groups.back().second < most && groups.back().first + groups.back().second == row &&
+             owner[groups.back().first] == owner[row]) ++groups.back().second;
+    else groups.emplace_back(row, 1);
+  }
+  RunAll(pool, groups.size() * num_heads, [&, num_heads = num_heads](int64_t i) {
+    attention.Attend(groups[i / num_heads].first, groups[i / num_heads].second, i % num_heads);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+extern "C" int hex_llm_panel_width() { return kPanel; }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hex_llm_matmul, Multiply,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Arg<ffi::BufferR3<ffi::F32>>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hex_llm_attention, Attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR4<ffi::F32>>()
+                                  .Arg<Pages>()
+                                  .Arg<ffi::BufferR2<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Ret<ffi::BufferR4<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("chunk"));

@@ -1,0 +1,131 @@
+"""Kernels of our own for one CPU, in float32: cpu.cc, compiled where there is a C++ compiler.
+
+Matrices lie in panels: [outputs / width, inputs, width], so that a product reads them in order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.reference import write_kv
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_suffix(".cc")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+COMPILE_S = 120
+PANEL_VECTORS = 4  # in a panel's width; head sizes are whole vectors
+MATMUL, ATTENTION = "hex_llm_matmul", "hex_llm_attention"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Panels:
+    """A weight [*outputs, *inputs] cut into panels; the last one is filled up with zeros."""
+
+    panels: jax.Array  # [N, inputs, width]
+    outputs: tuple[int, ...] = field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes
+
+    def rows(self, which: jax.Array) -> jax.Array:
+        """[..., inputs]: the weights of some outputs."""
+        width = self.panels.shape[2]
+        return self.panels[which // width, :, which % width]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def to_panels(weight: jax.Array, num_output_axes: int, width: int) -> Panels:
+    outputs = weight.shape[:num_output_axes]
+    matrix = weight.reshape(np.prod(outputs), -1)
+    matrix = jnp.pad(matrix, ((0, -len(matrix) % width), (0, 0)))
+    return Panels(matrix.reshape(-1, width, matrix.shape[1]).swapaxes(1, 2), outputs)
+
+
+def matmul(x: jax.Array, weight: Panels) -> jax.Array:
+    """x [T, inputs] -> [T, *outputs]."""
+    out = jax.ShapeDtypeStruct((len(x), np.prod(weight.outputs)), jnp.float32)
+    return jax.ffi.ffi_call(MATMUL, out)(x, weight.panels).reshape(len(x), *weight.outputs)
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    batch: Batch,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """See kernels.attention.PagedAttention."""
+    pages = write_kv(k, v, pages, batch.slots)
+    tables = jnp.concatenate([batch.decode_tables, batch.prefill_tables])
+    out = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))(
+        q,
+        pages,
+        tables,
+        batch.positions,
+        batch.sequences,
+        scale=np.float32(scale),
+        softcap=np.float32(softcap or 0),
+        window=np.int64(mask.window or 0),
+        chunk=np.int64(mask.chunk or 0),
+    )
+    return out, pages
+
+
+@functools.cache
+def panel_width() -> int | None:
+    """None: there are no kernels here. The first question compiles them, beside what XLA keeps of its own."""
+    try:
+        library = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("no CPU kernels, so the model runs about half as fast: %s", error)
+        return None
+    for name in (MATMUL, ATTENTION):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
+    return int(library.hex_llm_panel_width())
+
+
+def _compiled() -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler is installed")
+    folder = jax.config.jax_compilation_cache_dir or tempfile.mkdtemp()  # type: ignore[attr-defined]
+    path = Path(folder, f"hex_llm-{_fingerprint(compiler)}.so")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(unfinished)]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+        unfinished.replace(path)
+    return path
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of all that the library depends on: it is made for this very processor."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else [platform.processor()]
+    features = {line for line in lines if line.startswith(("flags", "Features", "CPU part", "model name"))}
+    parts = [SOURCE.read_text(), compiler, *FLAGS, version("jaxlib"), platform.machine(), *sorted(features)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,72 @@
+"""The CPU's product of matrices against numpy's in float64, and what happens where it cannot be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hex_llm.kernels import cpu
+
+WIDTH = cpu.panel_width() or 0
+needs_compiler = pytest.mark.skipif(not WIDTH, reason="there is no C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 63, 64, 65, 130])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 1), (48, 7), (50, 513), (333, 1100), (64, 2048)])
+def test_product(num_rows: int, num_outputs: int, num_inputs: int) -> None:
+    rng = np.random.default_rng(num_rows)
+    x = rng.standard_normal((num_rows, num_inputs), dtype=np.float32)
+    weight = rng.standard_normal((num_outputs, num_inputs), dtype=np.float32)
+    got = np.asarray(cpu.matmul(jnp.asarray(x), cpu.to_panels(jnp.asarray(weight), 1, WIDTH)))
+    expected = x.astype(np.float64) @ weight.astype(np.float64).T
+    np.testing.assert_allclose(got, expected, atol=2e-6 * num_inputs**0.5 * 3)
+
+
+@needs_compiler
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((67, 700), dtype=np.float32))
+    weight = cpu.to_panels(jnp.asarray(rng.standard_normal((100, 700), dtype=np.float32)), 1, WIDTH)
+    together = np.asarray(cpu.matmul(x, weight))
+    for i in (0, 3, 4, 63, 64, 66):
+        np.testing.assert_array_equal(together[i], np.asarray(cpu.matmul(x[i : i + 1], weight))[0])
+
+
+@needs_compiler
+def test_shapes_and_rows() -> None:
+    weight = jnp.arange(5 * 2 * 3 * 4, dtype=jnp.float32).reshape(5, 2, 3, 4)
+    panels = cpu.to_panels(weight, 2, WIDTH)
+    x = jnp.ones((3, 12))
+    np.testing.assert_allclose(cpu.matmul(x, panels), jnp.einsum("tij,abij->tab", x.reshape(3, 3, 4), weight))
+    np.testing.assert_array_equal(
+        panels.rows(jnp.array([9, 0, 3])), weight.reshape(10, 12)[np.array([9, 0, 3])]
+    )
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What is known about the kernels, during the test."""
+    cpu.panel_width.cache_clear()
+    yield
+    cpu.panel_width.cache_clear()
+
+
+def test_without_a_compiler(
+    forgotten: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu.shutil, "which", lambda _: None)
+    assert cpu.panel_width() is None
+    assert "no C++ compiler" in caplog.text
+
+
+def test_with_a_compiler_that_fails(
+    forgotten: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "FLAGS", ("--no-such-flag",))
+    monkeypatch.setattr(cpu.shutil, "which", lambda _: "/bin/false")
+    assert cpu.panel_width() is None
+    assert "about half as fast" in caplog.text
