@@ -35,6 +35,26 @@ typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned
 Vector Load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 void Store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
 
+typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
+
+// e^x for x <= 0, to the last bit or two.
+Vector Exp(Vector x) {
+  const Vector lowest = Vector{} - 87.0f;
+  x = x < lowest ? lowest : x;
+  const Vector rounder = Vector{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves no digits behind the point
+  const Vector n = (x * 1.44269504f + rounder) - rounder;
+  const Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  const Vector power = 1 + r * (1 + r * (0.5f + r * (1.66666667e-1f + r * (4.16666667e-2f + r *
+                       (8.33333333e-3f + r * 1.38888889e-3f)))));
+  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return power * reinterpret_cast<const Vector&>(exponent);
+}
+
+Vector Silu(Vector x) {
+  const Vector e = Exp(x < 0 ? x : -x);
+  return x * (x < 0 ? e : Vector{} + 1) / (1 + e);
+}
+
 // ---- threads
 
 // Tasks 0 ... count - 1, each done once. Whoever is free takes the next: no thread waits for one that has not
@@ -73,7 +93,7 @@ constexpr int kStripesPerThread = 9;     // so that a thread that comes late has
 template <int M>
 void MultiplyTile(const float* x, int64_t k, const float* panel, int64_t depth, bool add, float* y, int64_t n) {
   Vector sums[M][kVectors] = {};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int64_t i = 0; i < depth; ++i) {
     Vector weights[kVectors];
 #pragma GCC unroll 4
@@ -109,35 +129,53 @@ void MultiplyPanel(const float* x, int64_t m, int64_t k, const float* panel, flo
 struct Product {
   const float *x, *panels;
   float* y;
-  int64_t m, k, n;
+  int64_t m, k, n;  // n: columns of y
+
+  // Calls run(first row, number of rows, panel) for some panels, a block of rows after the other.
+  template <typename Run>
+  void ForEachBlock(int64_t first_panel, int64_t last_panel, Run run) const {
+    for (int64_t row = 0; row < m; row += kBlockRows)
+      for (int64_t p = first_panel; p < last_panel; ++p) run(row, std::min<int64_t>(kBlockRows, m - row), p);
+  }
+
+  void Multiply(int64_t row, int64_t num_rows, int64_t p, float* out, int64_t stride) const {
+    MultiplyPanel(x + row * k, num_rows, k, panels + p * k * kPanel, out, stride);
+  }
 
   void Compute(int64_t first_panel, int64_t last_panel) const {
     float edge[kBlockRows * kPanel];  // for the last panel, where it has more columns than y
-    for (int64_t row = 0; row < m; row += kBlockRows) {
-      int64_t rows = std::min<int64_t>(kBlockRows, m - row);
-      for (int64_t p = first_panel; p < last_panel; ++p) {
-        const float *from = x + row * k, *panel = panels + p * k * kPanel;
-        float* out = y + row * n + p * kPanel;
-        int64_t columns = n - p * kPanel;
-        if (columns >= kPanel) {
-          MultiplyPanel(from, rows, k, panel, out, n);
-          continue;
-        }
-        MultiplyPanel(from, rows, k, panel, edge, kPanel);
-        for (int64_t a = 0; a < rows; ++a) std::copy_n(edge + a * kPanel, columns, out + a * n);
+    ForEachBlock(first_panel, last_panel, [&](int64_t row, int64_t num_rows, int64_t p) {
+      float* out = y + row * n + p * kPanel;
+      const int64_t columns = n - p * kPanel;
+      if (columns >= kPanel) return Multiply(row, num_rows, p, out, n);
+      Multiply(row, num_rows, p, edge, kPanel);
+      for (int64_t a = 0; a < num_rows; ++a) std::copy_n(edge + a * kPanel, columns, out + a * n);
+    });
+  }
+
+  // The first half of the panels are gates, the second what they let through: y = silu(gate) * up.
+  void ComputeGated(int64_t first_panel, int64_t last_panel) const {
+    float gates[kBlockRows * kPanel], ups[kBlockRows * kPanel];
+    ForEachBlock(first_panel, last_panel, [&](int64_t row, int64_t num_rows, int64_t p) {
+      Multiply(row, num_rows, p, gates, kPanel);
+      Multiply(row, num_rows, n / kPanel + p, ups, kPanel);
+      for (int64_t i = 0; i < num_rows * kPanel; i += kLanes) {
+        float* to = y + (row + i / kPanel) * n + p * kPanel + i % kPanel;
+        Store(to, Silu(Load(gates + i)) * Load(ups + i));
       }
-    }
+    });
   }
 };
 
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR3<ffi::F32> panels,
-                    ffi::ResultBufferR2<ffi::F32> y) {
-  Product product{x.typed_data(), panels.typed_data(), y->typed_data(),
-                  x.dimensions()[0], x.dimensions()[1], y->dimensions()[1]};
-  int64_t num_panels = panels.dimensions()[0];
-  int64_t num_stripes = std::min(num_panels, std::max<int64_t>(1, pool.num_threads()) * kStripesPerThread);
+                    ffi::ResultBufferR2<ffi::F32> y, bool gated) {
+  const Product product{x.typed_data(), panels.typed_data(), y->typed_data(),
+                        x.dimensions()[0], x.dimensions()[1], y->dimensions()[1]};
+  const int64_t num_panels = panels.dimensions()[0] / (gated ? 2 : 1);
+  const int64_t num_stripes = std::min(num_panels, std::max<int64_t>(1, pool.num_threads()) * kStripesPerThread);
   RunAll(pool, num_stripes, [=](int64_t i) {
-    product.Compute(i * num_panels / num_stripes, (i + 1) * num_panels / num_stripes);
+    const int64_t first = i * num_panels / num_stripes, last = (i + 1) * num_panels / num_stripes;
+    gated ? product.ComputeGated(first, last) : product.Compute(first, last);
   });
   return ffi::Error::Success();
 }
@@ -147,25 +185,12 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::Buffer
 constexpr int kKeys = 64;     // scored at a time
 constexpr int kQueries = 16;  // of one KV head that share their reading: rows of one sequence x query heads
 
-typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
-
-// e^x for x <= 0, to the last bit or two.
-Vector Exp(Vector x) {
-  const Vector lowest = Vector{} - 87.0f;
-  x = x < lowest ? lowest : x;
-  const Vector rounder = Vector{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves no digits behind the point
-  const Vector n = (x * 1.44269504f + rounder) - rounder;
-  const Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  const Vector power = 1 + r * (1 + r * (0.5f + r * (1.66666667e-1f + r * (4.16666667e-2f + r *
-                       (8.33333333e-3f + r * 1.38888889e-3f)))));
-  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return power * reinterpret_cast<const Vector&>(exponent);
-}
-
 float Sum(Vector v) {
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
+  float sums[kLanes];
+  for (int i = 0; i < kLanes; ++i) sums[i] = v[i];
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
 }
 
 using Pages = ffi::Buffer<ffi::F32, 5>;  // [N, block, K, 2, H]
@@ -193,6 +218,12 @@ struct Attention {
   }
   int64_t Stride() const { return num_heads * 2 * size; }
 
+  // Four keys and their values, which lie too far apart for the processor to foresee.
+  void Prefetch(const float* keys) const {
+    for (int i = 0; i < 4; ++i)
+      for (int64_t j = 0; j < 2 * size; j += 16) __builtin_prefetch(keys + i * Stride() + j);
+  }
+
   // One query's scores of a stretch become weights: 0 outside [from, to); what was summed before shrinks.
   void Softmax(float* scores, int64_t from, int64_t to, float* peak, float* total, float* sums) const {
     if (from >= to) return std::fill_n(scores, kKeys, 0.0f), void();
@@ -217,12 +248,19 @@ struct Attention {
 void ScoreTile(const float* q, const float* keys, int64_t stride, int64_t size, float* scores) {
   Vector sums[4][4] = {};
   for (int64_t i = 0; i < size; i += kLanes) {
+    Vector columns[4];
 #pragma GCC unroll 4
-    for (int a = 0; a < 4; ++a)
+    for (int b = 0; b < 4; ++b) columns[b] = Load(keys + b * stride + i);
 #pragma GCC unroll 4
-      for (int b = 0; b < 4; ++b) sums[a][b] += Load(q + a * size + i) * Load(keys + b * stride + i);
+    for (int a = 0; a < 4; ++a) {
+      Vector row = Load(q + a * size + i);
+#pragma GCC unroll 4
+      for (int b = 0; b < 4; ++b) sums[a][b] += row * columns[b];
+    }
   }
+#pragma GCC unroll 4
   for (int a = 0; a < 4; ++a)
+#pragma GCC unroll 4
     for (int b = 0; b < 4; ++b) scores[a * kKeys + b] = Sum(sums[a][b]);
 }
 
@@ -263,9 +301,12 @@ void Attention::Attend(int64_t first_row, int64_t count, int64_t head) const {
   const int32_t* table = tables + sequences[first_row] * width;
   for (int64_t start = low / kKeys * kKeys; start <= high; start += kKeys) {
     const int64_t end = std::min(start + kKeys, high + 1);
-    for (int64_t key = start; key < end; key += 4)  // blocks hold multiples of four
+    for (int64_t key = start; key < end; key += 4) {  // blocks hold multiples of four
+      const float* keys = Key(table, key, head);
+      if (key + 16 <= high) Prefetch(Key(table, key + 16, head));
       for (int64_t i = 0; i < padded; i += 4)
-        ScoreTile(queries + i * size, Key(table, key, head), Stride(), size, scores + i * kKeys + key - start);
+        ScoreTile(queries + i * size, keys, Stride(), size, scores + i * kKeys + key - start);
+    }
     for (int64_t i = 0; i < num_queries; ++i) {
       const int64_t position = positions[first_row + i / group];
       const int64_t from = std::max(First(position), start) - start, to = std::min(position + 1, end) - start;
@@ -324,7 +365,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hex_llm_matmul, Multiply,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::BufferR2<ffi::F32>>()
                                   .Arg<ffi::BufferR3<ffi::F32>>()
-                                  .Ret<ffi::BufferR2<ffi::F32>>());
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Attr<bool>("gated"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hex_llm_attention, Attend,
                               ffi::Ffi::Bind()

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shutil
@@ -41,6 +42,7 @@ class Panels:
 
     panels: jax.Array  # [N, inputs, width]
     outputs: tuple[int, ...] = field(metadata={"static": True})
+    turned: bool = field(default=False, metadata={"static": True})  # the two axes of outputs lie turned round
 
     @property
     def nbytes(self) -> int:
@@ -52,18 +54,35 @@ class Panels:
         return self.panels[which // width, :, which % width]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def to_panels(weight: jax.Array, num_output_axes: int, width: int) -> Panels:
+@functools.partial(jax.jit, static_argnums=(1, 2), static_argnames="turned")
+def to_panels(weight: jax.Array, num_output_axes: int, width: int, turned: bool = False) -> Panels:
     outputs = weight.shape[:num_output_axes]
-    matrix = weight.reshape(np.prod(outputs), -1)
+    matrix = (weight.swapaxes(0, 1) if turned else weight).reshape(math.prod(outputs), -1)
     matrix = jnp.pad(matrix, ((0, -len(matrix) % width), (0, 0)))
-    return Panels(matrix.reshape(-1, width, matrix.shape[1]).swapaxes(1, 2), outputs)
+    return Panels(matrix.reshape(-1, width, matrix.shape[1]).swapaxes(1, 2), outputs, turned)
 
 
 def matmul(x: jax.Array, weight: Panels) -> jax.Array:
     """x [T, inputs] -> [T, *outputs]."""
-    out = jax.ShapeDtypeStruct((len(x), np.prod(weight.outputs)), jnp.float32)
-    return jax.ffi.ffi_call(MATMUL, out)(x, weight.panels).reshape(len(x), *weight.outputs)
+    out = _call_matmul(x, weight, math.prod(weight.outputs))
+    if weight.turned:
+        return out.reshape(len(x), *reversed(weight.outputs)).swapaxes(1, 2)
+    return out.reshape(len(x), *weight.outputs)
+
+
+def silu_gated(x: jax.Array, gate_up: Panels) -> jax.Array:
+    """x [T, D] and [F, 2, D] -> [T, F]: silu of the gates times the ups; only where `can_gate`."""
+    return _call_matmul(x, gate_up, gate_up.outputs[0], gated=True)
+
+
+def can_gate(gate_up: Panels) -> bool:
+    """No panel has both gates and ups."""
+    return gate_up.turned and gate_up.outputs[0] % gate_up.panels.shape[2] == 0
+
+
+def _call_matmul(x: jax.Array, weight: Panels, num_columns: int, gated: bool = False) -> jax.Array:
+    shape = jax.ShapeDtypeStruct((len(x), num_columns), jnp.float32)
+    return jax.ffi.ffi_call(MATMUL, shape)(x, weight.panels, gated=gated)
 
 
 def paged_attention(

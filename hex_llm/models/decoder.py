@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from hex_llm.kernels import cpu
 from hex_llm.kernels.attention import Batch, PagedAttention
 from hex_llm.kernels.cpu import Panels
 from hex_llm.models.linear import linear, linear_columns, rows_of
@@ -125,6 +126,8 @@ def gated_mlp(x: jax.Array, w: FeedForward, activation: Callable[[jax.Array], ja
         return linear_columns(activation(gate_up[:, 0]) * gate_up[:, 1], w.down, w.down_bias).T
 
     if isinstance(w.gate_up, Panels):
+        if activation is jax.nn.silu and w.gate_up_bias is None and cpu.can_gate(w.gate_up):
+            return linear(cpu.silu_gated(x, w.gate_up), w.down, w.down_bias)
         return tokens_first(x, w)
     return jax.lax.platform_dependent(x, w, cpu=tokens_last, default=tokens_first)
 

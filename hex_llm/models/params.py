@@ -93,7 +93,8 @@ def in_panels(weights: Weights, width: int) -> Weights:
 def _ffn_in_panels(ffn: FeedForward, width: int) -> FeedForward:
     if ffn.router is not None:
         return ffn if ffn.shared is None else replace(ffn, shared=_ffn_in_panels(ffn.shared, width))
-    return replace(ffn, gate_up=to_panels(ffn.gate_up, 2, width), down=to_panels(ffn.down, 1, width))
+    gate_up = to_panels(ffn.gate_up, 2, width, turned=True)  # so that gates, and ups, lie side by side
+    return replace(ffn, gate_up=gate_up, down=to_panels(ffn.down, 1, width))
 
 
 def abstract_weights(spec: ModelSpec) -> Weights:

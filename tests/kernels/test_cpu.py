@@ -41,10 +41,27 @@ def test_shapes_and_rows() -> None:
     weight = jnp.arange(5 * 2 * 3 * 4, dtype=jnp.float32).reshape(5, 2, 3, 4)
     panels = cpu.to_panels(weight, 2, WIDTH)
     x = jnp.ones((3, 12))
-    np.testing.assert_allclose(cpu.matmul(x, panels), jnp.einsum("tij,abij->tab", x.reshape(3, 3, 4), weight))
+    expected = jnp.einsum("tij,abij->tab", x.reshape(3, 3, 4), weight)
+    np.testing.assert_allclose(cpu.matmul(x, panels), expected)
+    np.testing.assert_allclose(cpu.matmul(x, cpu.to_panels(weight, 2, WIDTH, turned=True)), expected)
     np.testing.assert_array_equal(
         panels.rows(jnp.array([9, 0, 3])), weight.reshape(10, 12)[np.array([9, 0, 3])]
     )
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_rows", [1, 3, 70])
+def test_gated(num_rows: int) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((num_rows, 50), dtype=np.float32)) * 10  # far out on both sides
+    weight = jnp.asarray(rng.standard_normal((2 * WIDTH, 2, 50), dtype=np.float32))
+    panels = cpu.to_panels(weight, 2, WIDTH, turned=True)
+    assert cpu.can_gate(panels)
+    assert not cpu.can_gate(cpu.to_panels(weight[:-1], 2, WIDTH, turned=True))
+    gates, ups = np.einsum("td,fcd->ctf", np.float64(x), np.float64(weight))
+    with np.errstate(over="ignore"):
+        expected = gates / (1 + np.exp(-gates)) * ups
+    np.testing.assert_allclose(cpu.silu_gated(x, panels), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture
