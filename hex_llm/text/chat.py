@@ -67,12 +67,32 @@ def render_chat(
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    template: str | None = None,
+    add_special_tokens: bool = False,
+    **options: Any,
 ) -> tuple[str, list[int]]:
-    """The prompt by the tokenizer's own template, as text and as ids; `options` as for `render_chat`."""
-    text = render_chat(tokenizer.chat_template, messages, special_tokens=tokenizer.special_tokens, **options)
-    # The template has written the special tokens already.
-    return text, tokenizer.encode(text, add_special_tokens=False)
+    """The prompt as text and as ids, by the tokenizer's own template if no other is given.
+
+    Templates usually write the special tokens. `options` are as for `render_chat`.
+    """
+    template = template or tokenizer.chat_template
+    special_tokens = tokenizer.special_tokens
+    text = render_chat(
+        template, _by_known_roles(template, messages), special_tokens=special_tokens, **options
+    )
+    return text, tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _by_known_roles(
+    template: str | None, messages: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """OpenAI's newer name of the system is unknown to most templates, which would leave its words out."""
+    if template is None or "developer" in template:
+        return messages
+    return [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
 
 
 def _line(error: Exception) -> str:

@@ -1,0 +1,123 @@
+"""Calls of tools in a model's output: which format it is in, and outputs that are forced to be calls.
+
+Plain text in, plain text out; knows neither requests nor replies, nor how an output is forced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hex_llm.errors import InvalidRequest, one_line
+from hex_llm.text.json_stream import Reading
+from hex_llm.text.tool_formats import PARSERS, CallDelta, ToolDelta, ToolParser
+
+__all__ = [
+    "PARSERS",
+    "CallDelta",
+    "ForcedCall",
+    "ForcedCalls",
+    "ToolDelta",
+    "ToolParser",
+    "forced_schema",
+    "parser_name_for",
+]
+
+# What only templates of a format have in them, the most telling ones first. None: tags of Hermes around what
+# is no JSON.
+_TAUGHT_BY: dict[str, str | None] = {
+    "[TOOL_CALLS]": "mistral",
+    "<function=": None,
+    "<arg_key>": None,
+    "<tool_call>": "hermes",
+    "functools": "phi4_mini_json",
+    "<|tool_call|>": "phi4_mini_json",
+    "<|tool|>": "phi4_mini_json",
+    "[func_name1(": "llama4_pythonic",
+    '{"name": function name, "parameters": ': "llama3_json",
+    "<|python_tag|>": "llama3_json",
+}
+
+
+def parser_name_for(chat_template: str | None) -> str | None:
+    """Which of PARSERS reads the calls that a chat template teaches; None: it teaches none that we know."""
+    template = chat_template or ""
+    return next((name for sign, name in _TAUGHT_BY.items() if sign in template), None)
+
+
+def forced_schema(tools: list[dict[str, Any]], choice: str, *, parallel: bool = True) -> dict[str, Any]:
+    """What the output must conform to, for ForcedCalls or ForcedCall to read.
+
+    `choice` is `required`, for one or more calls of any of OpenAI's `tools`, or the name of one. Unless
+    `parallel`, there is only one.
+    """
+    schemas = {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
+    if choice != "required":
+        if choice not in schemas:
+            raise InvalidRequest(f"tool_choice: there is no tool {one_line(choice)}", "tool_choice")
+        return schemas[choice]
+    if not schemas:
+        raise InvalidRequest("tool_choice: required, but there are no tools", "tool_choice")
+    # A reference is from the root of the whole, so each schema must be told where it has gone.
+    roots = {name: f"#/$defs/tool_{i}" for i, name in enumerate(schemas)}
+    try:
+        moved = {f"tool_{i}": _moved(schemas[name], root) for i, (name, root) in enumerate(roots.items())}
+    except RecursionError:
+        raise InvalidRequest("tools: the parameters are nested too deeply", "tools") from None
+    return {
+        "type": "array",
+        "minItems": 1,
+        **({} if parallel else {"maxItems": 1}),
+        "items": {"anyOf": [_call_schema(name, root) for name, root in roots.items()]},
+        "$defs": moved,
+    }
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _call_schema(name: str, parameters: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": {"$ref": parameters}},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """With references that begin at `root` instead of the whole."""
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, root) for key, value in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
+
+class ForcedCalls(ToolParser):
+    """Reads what the schema of `required` lets through."""
+
+    needs_special_tokens = False
+    first = "["
+
+    def calls(self) -> Reading[None]:
+        yield from self.call_list()
+
+
+class ForcedCall(ToolParser):
+    """Reads what the schema of one tool lets through."""
+
+    needs_special_tokens = False
+    first = "{"
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def calls(self) -> Reading[None]:
+        yield from self._stream.value(self.begin(self.name))
+        self.settle()

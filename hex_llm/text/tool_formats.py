@@ -1,0 +1,398 @@
+"""How models write calls of tools: one parser for each format, under the names that vLLM gives them.
+
+Whatever way a text is cut into pieces, the result is the same. So what was told is never taken back: a call
+is told once its name and the beginning of its arguments are known, and what is no call up to there is
+content. If its arguments break later, or the text ends, the call has what came of them, as OpenAI's have.
+Not known here: which tools there are.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+import secrets
+import string
+import uuid
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hex_llm.text.json_stream import Give, Malformed, Reading, Stream, json_object
+
+NAME = re.compile(r"[\w.:/-]+")
+NAME_KEYS = ("name", "function")
+ARGUMENTS_KEYS = ("arguments", "parameters")
+OTHER_KEYS = ("type", "id")  # before a call is told, other keys show that it is none
+_QUOTED = {quote: re.compile(rf"[^{quote}\\\n]+") for quote in "'\""}
+_HALF = re.compile(r"[\ud800-\udfff]")
+_UNQUOTED = re.compile(r"[^'\"()\[\]{}]+")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+_WITHIN_JSON = re.compile(r'":$|[,\[{]$')
+_JSON_WORDS = {"null": None, "true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """What is new in one call. The first one of a call, and no other, has its id and name."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolDelta:
+    content: str
+    calls: list[CallDelta]
+
+
+class ToolParser:
+    """Reads one choice's text. A format says what may open calls, and what follows there."""
+
+    needs_special_tokens = True  # in the text: in some models the marks are such tokens
+    marks: tuple[str, ...] = ()  # that open calls wherever they stand
+    closing_marks: tuple[str, ...] = ()  # that may stand behind calls, and mean nothing
+    first = ""  # the character that opens calls where it is the first of the text
+    opens_anywhere = False  # the same character, also behind other text, if that does not end within JSON
+
+    def __init__(self) -> None:
+        self._stream = Stream()
+        self._reading = self._read()
+        self._is_marked = False  # what is read now
+        self._num_calls = 0
+        self._call_is_last = False  # of what was told
+        self._told_last = ""  # the last characters of content, but for white space
+        self._space: list[str] = []  # behind what was told; told together with content that follows
+        self._content: list[str] = []
+        self._calls: dict[int, tuple[str | None, str | None, list[str]]] = {}
+
+    def add(self, text: str, *, ended: bool) -> ToolDelta:
+        """What is new with this text, behind which no other comes if it has `ended`. Never raises."""
+        self._stream.add(text, ended)
+        next(self._reading, None)
+        content, calls = "".join(self._content), self._calls
+        self._content, self._calls = [], {}
+        return ToolDelta(
+            content, [CallDelta(i, id_, name, "".join(told)) for i, (id_, name, told) in calls.items()]
+        )
+
+    def calls(self) -> Reading[None]:
+        """Reads from behind a mark, or from the first character. Malformed: what is not told is content."""
+        raise NotImplementedError
+
+    def new_id(self) -> str:
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    # ---- for formats
+
+    def begin(self, name: str) -> Give:
+        """Tells a call, which begins with all that was read since it was last settled. Give it arguments."""
+        index = self._num_calls
+        self._calls[index] = (self.new_id(), name, [])
+        self._num_calls += 1
+        self._stream.seen = None
+        self._space, self._call_is_last = [], True
+        return lambda text: self._calls.setdefault(index, (None, None, []))[2].append(text)
+
+    def begin_soon(self, name: str) -> Give:
+        """As `begin`, but only when there is something in the object: often its keys are the first fault."""
+        held: list[str] = []
+        begun: list[Give] = []
+
+        def give(text: str) -> None:
+            held.append(text)
+            if not begun and text.strip("{ \t\r\n"):
+                begun.append(self.begin(name))
+            if begun:
+                begun[0]("".join(held))
+                held.clear()
+
+        return give
+
+    def settle(self) -> None:
+        """What was read up to here will not be content."""
+        self._stream.seen = []
+
+    def call_or_list(self) -> Reading[None]:
+        if (yield from self._stream.solid()) == "[":
+            yield from self.call_list()
+        else:
+            yield from self.call()
+
+    def call_list(self) -> Reading[None]:
+        yield from self._stream.expect("[")
+        yield from self.several(self.call, ",")
+        yield from self._stream.expect("]")
+        self.settle()
+
+    def several(self, one: Callable[[], Reading[None]], separator: str) -> Reading[None]:
+        yield from one()
+        while (yield from self._stream.solid()) == separator:
+            self._stream.take(1)
+            yield from one()
+
+    def call(self) -> Reading[None]:
+        """A JSON object with a name and arguments, in any order. Behind a mark, the name is enough."""
+        name: str | None = None
+        arguments: str | None = None
+        told = False
+        yield from self._stream.solid()
+        yield from self._stream.expect("{")
+        while True:
+            key = yield from self._key()
+            if told:
+                yield from self._stream.value(str)
+            elif key in NAME_KEYS and name is None:
+                name = yield from self._name()
+            elif key in ARGUMENTS_KEYS and arguments is None:
+                if name is not None and (yield from self._stream.solid()) == "{":
+                    yield from self._stream.value(self.begin_soon(name))
+                    told = True
+                else:
+                    arguments = yield from self._arguments()
+            elif key in OTHER_KEYS:
+                yield from self._stream.value(str)
+            else:
+                raise Malformed
+            if (yield from self._stream.solid()) != ",":
+                break
+            self._stream.take(1)
+        yield from self._stream.expect("}")
+        if not told:
+            if name is None or (arguments is None and not self._is_marked):
+                raise Malformed
+            self.begin(name)(arguments or "{}")
+        self.settle()
+
+    def _key(self) -> Reading[str]:
+        key = yield from self._stream.string()
+        yield from self._stream.solid()
+        yield from self._stream.expect(":")
+        return key
+
+    def _name(self) -> Reading[str]:
+        name = yield from self._stream.string()
+        if not NAME.fullmatch(name):
+            raise Malformed
+        return name
+
+    def _arguments(self) -> Reading[str]:
+        """Those that cannot be told as they come. Some models write an object as a string, or null."""
+        raw: list[str] = []
+        yield from self._stream.value(raw.append)
+        text = "".join(raw)
+        if text.startswith('"'):
+            text = json.loads(text)
+        found = "{}" if text in ("", "null") else json_object(text)
+        if found is None or not _is_unicode(found):
+            raise Malformed
+        return found
+
+    # ---- text
+
+    def _read(self) -> Reading[None]:
+        if self.first and (yield from self._stream.solid(self._tell)) == self.first:
+            yield from self._try_calls("")
+        signs = (*self.marks, *self.closing_marks, *(self.first if self.opens_anywhere else ""))
+        while sign := (yield from self._stream.until(signs, self._tell)):
+            if sign == self.first and not _WITHIN_JSON.search(self._told_last):
+                yield from self._try_calls("")
+                continue
+            self._stream.take(len(sign))
+            if sign in self.marks:
+                yield from self._try_calls(sign)
+            elif sign == self.first or not self._call_is_last:
+                self._tell(sign)
+        if not self._call_is_last:
+            self._content += self._space
+
+    def _try_calls(self, mark: str) -> Reading[None]:
+        self._is_marked = bool(mark)
+        self._stream.seen = [mark]
+        with contextlib.suppress(Malformed):
+            yield from self.calls()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """What was read since it was last settled is content."""
+        self._tell("".join(self._stream.seen or ()))
+        self._stream.seen = None
+
+    def _tell(self, content: str) -> None:
+        solid = content.rstrip()
+        if solid:
+            self._content += [*self._space, solid]
+            self._space, self._call_is_last = [], False
+            self._told_last = (self._told_last + solid)[-2:]
+        self._space.append(content[len(solid) :])
+
+
+class Llama3Json(ToolParser):
+    """{"name": ..., "parameters": {...}}, several with or without ; between. Llama 4 has other marks."""
+
+    marks = ("<|python_tag|>", "<|python_start|>")
+    closing_marks = ("<|python_end|>",)
+    first = "{"
+    opens_anywhere = True
+
+    def calls(self) -> Reading[None]:
+        yield from self.several(self.call, ";")
+
+
+class Llama4Pythonic(ToolParser):
+    """[get_weather(city="Paris", days=3), now()] at the beginning or behind a mark."""
+
+    marks = ("<|python_start|>",)
+    closing_marks = ("<|python_end|>",)
+    first = "["
+
+    def calls(self) -> Reading[None]:
+        yield from self._stream.solid()
+        yield from self._stream.expect("[")
+        yield from self.several(self._python_call, ",")
+        yield from self._stream.expect("]")
+        if self._call_is_last:
+            self.settle()
+
+    def _python_call(self) -> Reading[None]:
+        """One whose arguments are no data is content, but those behind it may be calls."""
+        yield from self._stream.solid()
+        letters: list[str] = []
+        yield from self._stream.run(NAME, letters.append)
+        name = "".join(letters)
+        source = yield from self._in_brackets()
+        arguments = _python_arguments(source) if name else None
+        if arguments is None:
+            self.give_up()
+        else:
+            self.begin(name)(arguments)
+        self.settle()
+
+    def _in_brackets(self) -> Reading[str]:
+        """From an opening bracket to the one that closes it."""
+        yield from self._stream.expect("(")
+        source, closing = ["("], [")"]
+        while closing:
+            yield from self._stream.run(_UNQUOTED, source.append)
+            char = yield from self._stream.peek()
+            if char in _QUOTED:
+                yield from self._quoted(source.append)
+                continue
+            if char in _CLOSING:
+                closing.append(_CLOSING[char])
+            elif char != closing.pop():
+                raise Malformed
+            source.append(self._stream.take(1))
+        return "".join(source)
+
+    def _quoted(self, give: Give) -> Reading[None]:
+        """A string; line ends in it, which Python does not allow, are mended."""
+        quote = self._stream.take(1)
+        give(quote)
+        while True:
+            yield from self._stream.run(_QUOTED[quote], give)
+            if not (yield from self._stream.peek()):
+                raise Malformed
+            char = self._stream.take(1)
+            give(r"\n" if char == "\n" else char)
+            if char == quote:
+                return
+            if char == "\\" and (yield from self._stream.peek()):
+                give(self._stream.take(1))
+
+
+class Hermes(ToolParser):
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, repeated, with text around it."""
+
+    marks = ("<tool_call>",)
+    closing_marks = ("</tool_call>",)
+
+    def calls(self) -> Reading[None]:
+        yield from self.call_or_list()
+
+
+class Phi4MiniJson(ToolParser):
+    """functools[{"name": ..., "arguments": {...}}, ...], or the list between marks."""
+
+    marks = ("functools", "<|tool_call|>")
+    closing_marks = ("<|/tool_call|>",)
+
+    def calls(self) -> Reading[None]:
+        yield from self.call_or_list()
+
+
+class Mistral(ToolParser):
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or a mark, a name and arguments for each call."""
+
+    marks = ("[TOOL_CALLS]",)
+
+    def new_id(self) -> str:
+        """As their templates want it."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+    def calls(self) -> Reading[None]:
+        if (yield from self._stream.solid()) in ("[", "{"):
+            yield from self.call_or_list()
+            return
+        name: list[str] = []
+        yield from self._stream.run(NAME, name.append)
+        if (yield from self._stream.solid()) == "[":
+            yield from self._marks_behind_name()
+        if not name or (yield from self._stream.solid()) != "{":
+            raise Malformed
+        yield from self._stream.value(self.begin_soon("".join(name)))
+        self.settle()
+
+    def _marks_behind_name(self) -> Reading[None]:
+        yield from self._stream.expect("[")
+        if (yield from self._stream.peek()) == "C":
+            yield from self._stream.expect("CALL_ID]")
+            yield from self._stream.run(NAME, str)
+            yield from self._stream.expect("[")
+        yield from self._stream.expect("ARGS]")
+
+
+def _python_arguments(source: str) -> str | None:
+    """As JSON, if they are keywords with plain data. Nothing of it is run."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that are none
+            call = ast.parse(f"f{source}", mode="eval").body
+        assert isinstance(call, ast.Call)
+        found = {keyword.arg: _python_value(keyword.value) for keyword in call.keywords}
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return None if call.args or None in found or not _is_unicode(text) else text
+
+
+def _python_value(node: ast.expr | None) -> Any:
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.List(items) | ast.Tuple(items):
+            return [_python_value(item) for item in items]
+        case ast.Dict(keys, values):
+            return {_python_value(k): _python_value(v) for k, v in zip(keys, values, strict=True)}
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)):
+            return -value
+        case ast.Name(name) if name in _JSON_WORDS:
+            return _JSON_WORDS[name]
+    raise ValueError
+
+
+def _is_unicode(text: str) -> bool:
+    """Half characters can come out of escapes, but not be sent."""
+    return not _HALF.search(text)
+
+
+PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": Hermes,
+    "llama3_json": Llama3Json,
+    "llama4_pythonic": Llama4Pythonic,
+    "mistral": Mistral,
+    "phi4_mini_json": Phi4MiniJson,
+}

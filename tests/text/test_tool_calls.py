@@ -1,0 +1,463 @@
+"""Calls of tools: each format as its models write it, the same however the text is cut, and schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hex_llm.errors import InvalidRequest
+from hex_llm.text.tool_calls import (
+    PARSERS,
+    ForcedCall,
+    ForcedCalls,
+    ToolParser,
+    forced_schema,
+    parser_name_for,
+)
+from tests.text.grammars import Setting
+
+Calls = list[tuple[str, str]]
+MAKERS: dict[str, Callable[[], ToolParser]] = {
+    **PARSERS,
+    "ForcedCalls": ForcedCalls,
+    "ForcedCall": lambda: ForcedCall("f"),
+}
+
+
+def read(parser: ToolParser, *pieces: str) -> tuple[str, Calls]:
+    """Content and calls, put together as a client does it."""
+    content, ids, names = "", {}, {}
+    arguments: dict[int, str] = {}
+    for i, piece in enumerate(pieces):
+        delta = parser.add(piece, ended=i + 1 == len(pieces))
+        content += delta.content
+        for call in delta.calls:
+            if call.index not in ids:
+                assert call.index == len(ids)
+                ids[call.index], names[call.index] = call.id, call.name
+            else:
+                assert call.id is call.name is None
+            arguments[call.index] = arguments.get(call.index, "") + call.arguments
+    assert all(ids.values())
+    assert len(set(ids.values())) == len(ids)
+    return content, [(name, arguments[i]) for i, name in names.items()]  # type: ignore[misc]
+
+
+WEATHER = ("get_weather", '{"city": "Paris", "days": 3}')
+ODD = ("run", r'{"code": "if (a) { print(\"}]\\\\\"); }", "more": {"x": [1, -2.5e3, [], {}, null, true]}}')
+NOW = ("now", "{}")
+
+
+def as_json(call: tuple[str, str], key: str = "arguments") -> str:
+    return f'{{"name": "{call[0]}", "{key}": {call[1]}}}'
+
+
+def parameters(call: tuple[str, str]) -> str:
+    return as_json(call, "parameters")
+
+
+# What a model writes, the content, and the calls in it.
+WRITTEN: dict[str, list[tuple[str, str, Calls]]] = {
+    "llama3_json": [
+        (parameters(WEATHER), "", [WEATHER]),
+        (f"<|python_tag|>{parameters(ODD)}", "", [ODD]),
+        (f"{parameters(WEATHER)}; {parameters(ODD)};{parameters(NOW)}\n", "", [WEATHER, ODD, NOW]),
+        (f"{parameters(WEATHER)}\n{parameters(NOW)}", "", [WEATHER, NOW]),
+        (f'{{"type": "function", {parameters(WEATHER)[1:]}', "", [WEATHER]),
+        ('{"type": "function", "function": "now", "parameters": {}}', "", [NOW]),
+        (f"I'll look: {parameters(WEATHER)} One moment.", "I'll look: One moment.", [WEATHER]),
+        (f"Look.\n<|python_tag|>{as_json(WEATHER)}", "Look.", [WEATHER]),
+        (f"<|python_start|>{parameters(WEATHER)}<|python_end|>", "", [WEATHER]),
+        ('<|python_tag|>brave_search.call(query="x")', '<|python_tag|>brave_search.call(query="x")', []),
+    ],
+    "llama4_pythonic": [
+        ('[get_weather(city="Paris", days=3)]', "", [WEATHER]),
+        ("<|python_start|>[get_weather(city='Paris', days=3), now()]<|python_end|>", "", [WEATHER, NOW]),
+        (
+            "[run(code='if (a) { print(\"}]\\\\\\\\\"); }', more={'x': [1, -2500.0, [], {}, None, True]})]",
+            "",
+            [("run", ODD[1].replace("-2.5e3", "-2500.0"))],
+        ),
+        ("[f(a=(1, 2), b=true, c=null)]", "", [("f", '{"a": [1, 2], "b": true, "c": null}')]),
+        ("[f(a='two\nlines')]", "", [("f", r'{"a": "two\nlines"}')]),
+        ("[os.path.join(a='é')]", "", [("os.path.join", '{"a": "é"}')]),
+        ("[f(x=b'z'), now()]", "[f(x=b'z')", [NOW]),
+        ("[see here](https://example.org) and [a(b)]", "[see here](https://example.org) and [a(b)]", []),
+        ("[1, 2, 3]", "[1, 2, 3]", []),
+    ],
+    "hermes": [
+        (f"<tool_call>\n{as_json(WEATHER)}\n</tool_call>", "", [WEATHER]),
+        (
+            f"Wait.\n\n<tool_call>\n{as_json(ODD)}\n</tool_call>\n<tool_call>\n{as_json(NOW)}\n</tool_call>\n",
+            "Wait.",
+            [ODD, NOW],
+        ),
+        (f"<tool_call>{as_json(NOW)}</tool_call>\n\nThat is all. ", "\n\nThat is all. ", [NOW]),
+        (f"<tool_call>{as_json(NOW)}\n<tool_call>{as_json(WEATHER)}", "", [NOW, WEATHER]),
+        ('<tool_call>{"arguments": {"name": "x"}, "name": "f"}</tool_call>', "", [("f", '{"name": "x"}')]),
+        ('<tool_call>{"name": "now"}<tool_call>{"name": "now", "arguments": null}', "", [NOW, NOW]),
+        (r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\\n\"}"}', "", [("f", r'{"a": "\n"}')]),
+        ("2 < 3 and <tool> is no </tool_call>", "2 < 3 and <tool> is no </tool_call>", []),
+    ],
+    "mistral": [
+        (f"[TOOL_CALLS][{as_json(WEATHER)}]", "", [WEATHER]),
+        (f'[TOOL_CALLS] [ {as_json(NOW)} , {as_json(ODD)[:-1]}, "id": "a1b2c3d4e"}} ]', "", [NOW, ODD]),
+        (f"Hi[TOOL_CALLS]get_weather[ARGS]{WEATHER[1]}[TOOL_CALLS]now[ARGS]{{}}", "Hi", [WEATHER, NOW]),
+        (f"[TOOL_CALLS]get_weather{WEATHER[1]}[TOOL_CALLS]run{ODD[1]}", "", [WEATHER, ODD]),
+        (f"[TOOL_CALLS]run[CALL_ID]a1b2c3d4e[ARGS]{ODD[1]}", "", [ODD]),
+        ("[TOOL_CALLS]not a call", "[TOOL_CALLS]not a call", []),
+    ],
+    "phi4_mini_json": [
+        (f"functools[{as_json(WEATHER)}]", "", [WEATHER]),
+        (f"Sure.\nfunctools[\n  {as_json(ODD)},\n  {as_json(NOW)}\n]\nDone?", "Sure.\nDone?", [ODD, NOW]),
+        (f"<|tool_call|>[{as_json(WEATHER)}, {as_json(NOW)}]<|/tool_call|>", "", [WEATHER, NOW]),
+        (f"<|tool_call|>{as_json(WEATHER)}<|/tool_call|>", "", [WEATHER]),
+        ("import functools\n", "import functools\n", []),
+        ("functools[]", "functools[]", []),
+    ],
+    "ForcedCalls": [
+        (f"[{parameters(WEATHER)}, {parameters(ODD)}]", "", [WEATHER, ODD]),
+        (f"[\n {parameters(NOW)}\n]", "", [NOW]),
+    ],
+    "ForcedCall": [(WEATHER[1], "", [("f", WEATHER[1])]), ("{}", "", [("f", "{}")])],
+}  # fmt: skip
+EVERY = [(name, *one) for name, all_of_it in WRITTEN.items() for one in all_of_it]
+TEXTS = {name: [text for text, _, _ in all_of_it] for name, all_of_it in WRITTEN.items()}
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), EVERY)
+def test_calls_are_found(name: str, text: str, content: str, calls: Calls) -> None:
+    assert read(MAKERS[name](), text) == (content, calls)
+    for _, arguments in calls:
+        assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), EVERY)
+def test_calls_are_found_character_by_character(name: str, text: str, content: str, calls: Calls) -> None:
+    assert read(MAKERS[name](), *text, "") == (content, calls)
+
+
+PLAIN = 'Hello! {"a": 1, "name": 2} [1, "x"] <b>f(x)</b> `if (a) { b }`\n\n tail \n'
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n{", PLAIN, PLAIN[7:], '{"answer": {"name": "f", "parameters": {}}}']
+)
+def test_other_text_stays_as_it_is(name: str, text: str) -> None:
+    if name == "ForcedCall":
+        text = "x" + text
+    assert read(MAKERS[name](), text) == (text, [])
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_content_is_told_at_once(name: str) -> None:
+    """But for white space, and what may be the beginning of a mark."""
+    parser = PARSERS[name]()
+    for piece in ("Hello", " there", ", a", " < b"):
+        assert parser.add(piece, ended=False).content == piece
+    assert parser.add(" \n", ended=False).content == ""
+    assert parser.add("x", ended=False).content == " \nx"
+
+
+def test_json_that_is_no_call_is_told_as_soon_as_that_is_known() -> None:
+    parser = PARSERS["llama3_json"]()
+    assert parser.add('{"answer": ', ended=False).content == '{"answer":'
+    assert parser.add("[{", ended=False).content == " [{"
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("llama3_json", '{"name": "f", "parameters": '),
+        ("hermes", '<tool_call>{"name": "f", "arguments": '),
+        ("mistral", "[TOOL_CALLS]f[ARGS]"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": '),
+        ("phi4_mini_json", 'functools[{"name": "f", "arguments": '),
+        ("ForcedCalls", '[{"name": "f", "parameters": '),
+        ("ForcedCall", ""),
+    ],
+)
+def test_arguments_are_told_as_they_come(name: str, head: str) -> None:
+    parser = MAKERS[name]()
+    assert parser.add(head, ended=False).calls == []
+    (first,) = parser.add('{"text": "Once', ended=False).calls
+    assert (first.name, first.arguments) == ("f", '{"text": "Once')
+    assert first.id
+    (second,) = parser.add(" upon", ended=False).calls
+    assert (second.index, second.id, second.name, second.arguments) == (0, None, None, " upon")
+
+
+def test_ids_of_mistral_are_as_its_templates_want_them() -> None:
+    (call,) = PARSERS["mistral"]().add("[TOOL_CALLS]now{}", ended=True).calls
+    assert call.id is not None
+    assert len(call.id) == 9
+    assert call.id.isalnum()
+
+
+# ---- faults
+
+BROKEN_EARLY = [
+    ("llama3_json", '{"name": "f", "parameters": {\'a\': 1}}'),
+    ("llama3_json", '{"name": "f"}'),
+    ("llama3_json", '{"name": "Jane Doe", "parameters": {}}'),
+    ("llama3_json", '{"parameters": {}}'),
+    ("llama3_json", '{"name": "f", "parameters": 3}'),
+    ("llama3_json", '{"name": "f", "para'),
+    ("hermes", "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "hello"}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}</tool_call>'),
+    ("hermes", "<tool_call></tool_call>"),
+    ("hermes", '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>'),
+    ("mistral", "[TOOL_CALLS]f[ARGS]none"),
+    ("mistral", '[TOOL_CALLS]{"a": 1}'),
+    ("phi4_mini_json", 'functools[{"name": "f", "arguments": {]'),
+    ("llama4_pythonic", "[f(1)]"),
+    ("llama4_pythonic", "[f(a=1)(b=2)]"[:6]),
+    ("llama4_pythonic", "[f(a=__import__('os'))]"),
+    ("llama4_pythonic", "[f(**{'a': 1})]"),
+    ("llama4_pythonic", "[f(a=1e999)]"),
+    ("llama4_pythonic", "[f(a='\\ud800')]"),
+    ("llama4_pythonic", "[f(a=[)]"),
+    ("llama4_pythonic", "[f(a=1 b=2)]"),
+    ("llama4_pythonic", "[f(a={1, 2})]"),
+    ("llama4_pythonic", "[f(a={**b})]"),
+    ("llama4_pythonic", "[f(a=\0)]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), BROKEN_EARLY)
+def test_what_is_no_call_is_content(name: str, text: str) -> None:
+    assert read(PARSERS[name](), text) == (text, [])
+
+
+@pytest.mark.parametrize(("end", "content", "told"), [("", "", ""), ("}", "}", ""), (" rest", "rest", " ")])
+def test_a_call_that_breaks_later_has_what_came_of_it(end: str, content: str, told: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {{"a": [1, 2{end}'
+    assert read(PARSERS["hermes"](), text) == (content, [("f", f'{{"a": [1, 2{told}')])
+
+
+MENDED = {
+    '{"a": "one\ntwo\t"}': {"a": "one\ntwo\t"},
+    r'{"a": "\d+\'"}': {"a": r"\d+\'"},
+    r'{"a": "C:\users\u12"}': {"a": r"C:\users\u12"},
+    '{"a": True, "b": [None, False]}': {"a": True, "b": [None, False]},
+}
+
+
+@pytest.mark.parametrize("written", MENDED)
+def test_common_faults_are_mended(written: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    content, [(_, arguments)] = read(PARSERS["hermes"](), text)
+    assert content == ""
+    assert json.loads(arguments) == MENDED[written]
+
+
+DEEP = [
+    '{"name": "f", "parameters": {"a": ' + "[" * 100_000,
+    '{"name": "f", "parameters": ' + '{"a": ' * 50_000 + "1" + "}" * 50_001,
+    '<tool_call>{"arguments": ' + '{"a": ' * 50_000 + "1" + "}" * 50_000 + ', "name": "f"}',
+    "[f(a=" + "[" * 50_000 + "]" * 50_000 + ")]",
+    "[f(a=" + "(" * 100 + "1" + ",)" * 100 + ")]",
+    "[f(a=" + "-" * 100_000 + "1)]",
+    "[f(a=" + "1+" * 100_000 + "1)]",
+    "[f(a=" + "not " * 100_000 + "1)]",
+    "[f(a=" + "lambda: " * 20_000 + "1)]",
+    "[f(a" + ".a" * 100_000 + "=1)]",
+    "[f(a=" + "9" * 100_000 + ")]",
+    "[f(a=0x" + "f" * 100_000 + ")]",
+    "[f(a=" + '""' * 50_000 + ")]",
+]
+
+
+@pytest.mark.parametrize("text", DEEP, ids=lambda text: text[:20] + text[30:40])
+@pytest.mark.parametrize("name", PARSERS)
+def test_nothing_is_too_deep(name: str, text: str) -> None:
+    content, calls = read(PARSERS[name](), text)
+    assert content or calls
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("hermes", "<tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", '),
+        ("hermes", f"<tool_call>{as_json(NOW)}</tool_call>"),
+        ("hermes", "</tool_call"),
+        ("llama3_json", "{"),
+        ("llama3_json", " {x"),
+        ("llama3_json", '{"name": '),
+        ("llama3_json", f"{parameters(NOW)};"),
+        ("mistral", "[TOOL_CALLS]x"),
+        ("mistral", "[TOOL_CALLS][["),
+        ("phi4_mini_json", "functools["),
+        ("llama4_pythonic", "<|python_start|>[f("),
+        ("llama4_pythonic", "<|python_start|>[f(a='"),
+        ("llama4_pythonic", "[f(a="),
+        ("ForcedCall", '{"a": "\\u1 \\'),
+        ("ForcedCall", '{"a":'),
+        ("ForcedCall", "  "),
+    ],
+)
+def test_the_time_is_linear(name: str, unit: str) -> None:
+    """At once and character by character; if it were quadratic, four times as much would take 16 times."""
+
+    def seconds(num_chars: int) -> float:
+        text = unit * (num_chars // len(unit))
+        started = time.process_time()
+        read(MAKERS[name](), text)
+        read(MAKERS[name](), *text, "")
+        return time.process_time() - started
+
+    assert seconds(80_000) < 8 * max(seconds(20_000), 0.02)
+
+
+# ---- however it is cut
+
+PARTS = [
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "[TOOL_CALLS]",
+    "[ARGS]", "[CALL_ID]", "functools", "<|tool_call|>", "<|/tool_call|>", "{", "}", "[", "]", "(", ")", '"',
+    "'", "\\", "\\u00e9", "\\ud83d", ",", ":", ";", "=", " ", "\n", "\t", '{"name": ', '"arguments": ',
+    '"parameters": ', "null", "True", "-1.5e7", "f", "é", "日本", "🎉", "\x00", "\x85", "\u2028",
+]  # fmt: skip
+
+
+def mutated(texts: list[str], rng: random.Random) -> list[str]:
+    """Pieces of a real output, or of two, in which some parts are lost, repeated, or put in."""
+    text = "".join(rng.choices(texts, k=rng.randint(1, 2)))
+    for _ in range(rng.randint(0, 6)):
+        start = rng.randrange(len(text) + 1)
+        end = min(len(text), start + rng.choice((0, 1, 1, 2, 5, 30)))
+        put = rng.choice(("", rng.choice(PARTS), rng.choice(PARTS), text[start:end] * 2))
+        text = text[:start] + put + text[end:]
+    longest, pieces = rng.choice((1, 3, 20)), [""]
+    while text:
+        size = rng.randint(1, longest)
+        pieces.append(text[:size])
+        text = text[size:]
+    return [*pieces, ""]
+
+
+def check_cut(name: str, seed: int) -> tuple[str, Calls]:
+    pieces = mutated(TEXTS[name], random.Random(seed))
+    whole = "".join(pieces)
+    content, calls = read(MAKERS[name](), whole)
+    assert read(MAKERS[name](), *pieces) == (content, calls), pieces
+    json.dumps([content, calls], ensure_ascii=False).encode()
+    if not calls:
+        assert content == whole
+    return content, calls
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=1_000, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**64))
+def test_any_cut_gives_the_same(name: str, seed: int) -> None:
+    check_cut(name, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_any_cut_gives_the_same_at_length(name: str) -> None:
+    found = [check_cut(name, seed) for seed in range(100_000)]
+    assert sum(bool(content) for content, _ in found) > 10_000
+    assert sum(bool(calls) for _, calls in found) > 10_000
+
+
+# ---- templates
+
+TEMPLATES = {
+    "hermes": 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>,',
+    "llama3_json": """{{- 'Respond in the format {"name": function name, "parameters": dictionary of ' }}""",
+    "llama4_pythonic": "Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]",
+    "mistral": '{{- "[TOOL_CALLS] [" }}',
+    "phi4_mini_json": "{{- '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_tell_their_format(name: str) -> None:
+    assert parser_name_for(TEMPLATES[name]) == name
+    assert name in PARSERS
+
+
+@pytest.mark.parametrize("template", [None, "", "{{ messages }}", "<tool_call>\n<function=example>\n"])
+def test_other_templates_tell_none(template: str | None) -> None:
+    assert parser_name_for(template) is None
+
+
+# ---- forced calls
+
+TREE = {
+    "type": "object",
+    "properties": {
+        "value": {"$ref": "#/$defs/value"},
+        "kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
+    },
+    "required": ["value"],
+    "additionalProperties": False,
+    "$defs": {"value": {"enum": ["x", "y{}"]}},
+}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bonn"]}}, "required": ["city"]}
+
+
+def tools(**parameters: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in parameters.items()]
+
+
+def test_forced_calls_are_of_the_tools_and_their_parameters(default: Setting) -> None:
+    closed = {**CITY, "additionalProperties": False}
+    schema = forced_schema(tools(grow=TREE, look=closed, now=None), "required")
+    fresh = default.compile(json=json.dumps(schema))
+    names = set()
+    for seed in range(30):
+        text = default.walk(fresh.copy(), random.Random(seed))
+        content, calls = read(ForcedCalls(), *text, "")
+        assert content == ""
+        assert calls
+        for name, arguments in calls:
+            names.add(name)
+            value = json.loads(arguments)
+            if name == "grow":
+                assert value["value"] in ("x", "y{}")
+            else:
+                assert value in ({"city": "Rome"}, {"city": "Bonn"}) if name == "look" else value == {}
+    assert names == {"grow", "look", "now"}
+
+
+def test_one_call_only() -> None:
+    schema = forced_schema(tools(look=CITY), "required", parallel=False)
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    assert "maxItems" not in forced_schema(tools(look=CITY), "required")
+
+
+def test_a_named_tool_forces_its_parameters(default: Setting) -> None:
+    schema = forced_schema(tools(now=None, grow=TREE), "grow")
+    assert schema == TREE
+    text = default.walk(default.compile(json=json.dumps(schema)), random.Random(0))
+    content, [(name, arguments)] = read(ForcedCall("grow"), *text, "")
+    assert (content, name) == ("", "grow")
+    assert json.loads(arguments) == json.loads(text)
+    assert forced_schema(tools(now=None), "now")["additionalProperties"] is False
+
+
+def test_what_cannot_be_forced_is_refused() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(5_000):
+        nested = {"properties": {"a": nested}}
+    for given_tools, choice, param in (
+        (tools(look=CITY), "fly", "tool_choice"),
+        ([], "required", "tool_choice"),
+        (tools(deep=nested), "required", "tools"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            forced_schema(given_tools, choice)
+        assert refused.value.param == param
