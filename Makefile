@@ -5,6 +5,10 @@ SERVER := .venv/.server-installed
 TESTS := .venv/.tests-installed
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
+# For the tests of the playground, which are skipped where there is none.
+INSTALL_CHROMIUM = command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } \
+	>/dev/null 2>&1 || true
 # What a laptop needs: the shapes that these allow compile in under a minute.
 SERVE_FLAGS ?= --max_decode_seqs=8 --max_model_len=2048
 
@@ -47,4 +51,5 @@ $(SERVER): pyproject.toml | $(BIN)/python
 
 $(TESTS): pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) --editable ".[test]"
+	@$(INSTALL_CHROMIUM)
 	touch $@ $(SERVER)

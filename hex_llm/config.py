@@ -375,6 +375,40 @@ class ServerConfig:
         'The text of a /generate prediction: "Prompt:...Output:...", or the output alone.',
         choices=("prompt_output", "raw"),
     )
+    tool_call_parser: str | None = flag(
+        None,
+        SERVER,
+        "The format of the model's tool calls, by vLLM's names; none: the model makes no calls of its own.",
+        unset="found out from the chat template",
+    )
+    enable_auto_tool_choice: bool = flag(True, SERVER, "Let models decide whether they call tools.")
+    reasoning_parser: str | None = flag(
+        None,
+        SERVER,
+        "The format of the model's reasoning, by vLLM's names; it is told apart from the answer.",
+        unset="reasoning is part of the answer",
+    )
+    trust_request_chat_template: bool = flag(
+        False,
+        SERVER,
+        "Let requests bring a chat template, which is code: sandboxed, but not limited in time.",
+    )
+    predict_route: str | None = flag(
+        None,
+        SERVER,
+        "A further path that answers as /generate does.",
+        pattern=r"/[^{}\s]*",
+        form="a path that begins with /",
+        env=("AIP_PREDICT_ROUTE",),
+    )
+    health_route: str | None = flag(
+        None,
+        SERVER,
+        "A further path that answers as GET /health does, without the key.",
+        pattern=r"/[^{}\s]*",
+        form="a path that begins with /",
+        env=("AIP_HEALTH_ROUTE",),
+    )
     disable_log_requests: bool = flag(
         False, SERVER, "Do not log each request.", switches={"enable_log_requests": (False, True)}
     )
@@ -386,6 +420,27 @@ class ServerConfig:
         env=("HEX_LLM_LOG_LEVEL",),
     )
     verbose_log: bool = flag(False, SERVER, "Log the detail of every step.", env=("HEX_LLM_VERBOSE_LOG",))
+    log_format: str = flag(
+        "text", SERVER, "The log's lines: text with key=value, or JSON objects.", choices=("text", "json")
+    )
+    max_request_bytes: int = flag(10 << 20, SERVER, "The largest body of a request; larger ones get a 413.")
+    request_timeout: int = flag(
+        0,
+        SERVER,
+        "The seconds that a request may take in all; then a 504, or an error that ends its stream. 0: any.",
+        low=0,
+    )
+    receive_timeout: int = flag(
+        60, SERVER, "The seconds that a client gets to send a request's head, and again its body."
+    )
+    send_timeout: int = flag(60, SERVER, "The seconds after which a client that does not read is cut off.")
+    keep_alive_timeout: int = flag(5, SERVER, "The seconds that a connection is kept for the next request.")
+    health_timeout: int = flag(
+        60, SERVER, "The seconds without a step, though there is work, after which the server is unhealthy."
+    )
+    drain_timeout: int = flag(
+        20, SERVER, "The seconds that running requests get to finish after SIGTERM or SIGINT.", low=0
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -7,6 +7,20 @@ from hex_llm.config import EngineConfig, ServerConfig, flags_of
 from hex_llm.errors import ConfigError
 
 SERVER_DEFAULTS = {
+    "tool_call_parser": None,
+    "enable_auto_tool_choice": True,
+    "reasoning_parser": None,
+    "trust_request_chat_template": False,
+    "predict_route": None,
+    "health_route": None,
+    "log_format": "text",
+    "max_request_bytes": 10 << 20,
+    "request_timeout": 0,
+    "receive_timeout": 60,
+    "send_timeout": 60,
+    "keep_alive_timeout": 5,
+    "health_timeout": 60,
+    "drain_timeout": 20,
     "host": "0.0.0.0",
     "port": 7080,
     "served_model_name": None,

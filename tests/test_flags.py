@@ -23,6 +23,20 @@ from hex_llm.flags import (
 ROOT = Path(__file__).parent.parent
 # A value other than the default for every flag that is built.
 BUILT: dict[str, Any] = {
+    "tool_call_parser": "hermes",
+    "enable_auto_tool_choice": False,
+    "reasoning_parser": "phi4",
+    "trust_request_chat_template": True,
+    "predict_route": "/predict",
+    "health_route": "/alive",
+    "log_format": "json",
+    "max_request_bytes": 1 << 20,
+    "request_timeout": 30,
+    "receive_timeout": 30,
+    "send_timeout": 30,
+    "keep_alive_timeout": 30,
+    "health_timeout": 30,
+    "drain_timeout": 30,
     "host": "::1",
     "port": 8000,
     "served_model_name": "name",

@@ -58,7 +58,9 @@ def test_a_wrong_host_is_named(host: str) -> None:
 def test_the_banner_has_a_line_to_paste(tokenizer: Any, body: dict[str, Any]) -> None:
     engine = EngineClient(EngineConfig(), "fake")
     engine.tokenizer = tokenizer
+    engine.vitals.memory = "memory: weights 1.0 MiB"
     banner = local.banner(engine, ServerConfig(api_key="secret"), "http://0.0.0.0:7080")
+    assert "  memory: weights 1.0 MiB\n" in banner
     assert "http://0.0.0.0:7080\n" in banner
     assert "fake" in banner
     assert "secret" not in banner
@@ -98,14 +100,15 @@ def start(*argv: str) -> subprocess.Popen[str]:
     return run([sys.executable, "-m", module, "--host=127.0.0.1", "--no-warmup", *argv])
 
 
-def start_fake(load: str, drain_s: int = 20) -> subprocess.Popen[str]:
-    """A server whose engine is a fake one, in a real process."""
+def start_fake(load: str, **config: Any) -> subprocess.Popen[str]:
+    """A server whose engine is a fake one, in a real process; `config` are fields of ServerConfig."""
     script = (
         "from hex_llm.config import *; from hex_llm.launch import local; from tests.server.fakes import *;"
         "Client = local.EngineClient;"
         f"local.EngineClient = lambda config, name: Client(config, name, fake_worker({load!r}));"
-        f"local.DRAIN_S = {drain_s}; local.STOP_S = 1;"
-        "local.serve(EngineConfig(skip_tokenizer_init=True), ServerConfig(host='127.0.0.1', port=0))"
+        "local.STOP_S = 1;"
+        f"config = ServerConfig(host='127.0.0.1', port=0, **{config!r});"
+        "local.serve(EngineConfig(skip_tokenizer_init=True), config)"
     )
     return run([sys.executable, "-c", script])
 
@@ -121,12 +124,14 @@ def await_ready(process: subprocess.Popen[str], address: str) -> list[psutil.Pro
 
 
 @contextmanager
-def serving(process: subprocess.Popen[str]) -> Iterator[tuple[str, list[str]]]:
+def serving(
+    process: subprocess.Popen[str], listening: str = r"listening on (\S+),"
+) -> Iterator[tuple[str, list[str]]]:
     """The server's address, and the lines that it has written so far."""
     lines: list[str] = []
     assert process.stdout is not None
     try:
-        while not (found := re.search(r"listening on (\S+),", "".join(lines))):
+        while not (found := re.search(listening, "".join(lines))):
             lines.append(process.stdout.readline())
             assert lines[-1], "".join(lines)
         reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
@@ -181,7 +186,7 @@ def test_a_server_that_loads_can_be_shut_down(stop: signal.Signals) -> None:
 
 @pytest.mark.parametrize(("drain_s", "num_signals"), [(1, 1), (60, 2)])
 def test_requests_are_not_waited_for_for_ever(drain_s: int, num_signals: int) -> None:
-    process = start_fake("FakeEngine()", drain_s)
+    process = start_fake("FakeEngine()", drain_timeout=drain_s)
     with serving(process) as (address, lines):
         children = await_ready(process, address)
         with ThreadPoolExecutor() as pool:
@@ -193,6 +198,73 @@ def test_requests_are_not_waited_for_for_ever(drain_s: int, num_signals: int) ->
             assert (asked.result().status_code, process.wait(30)) == (503, 0)
         seconds_until_gone(children)
     assert "Traceback" not in "".join(lines)
+
+
+def test_a_server_that_drains_turns_new_requests_away() -> None:
+    process = start_fake("FakeEngine(step_s=0.05)", log_format="json")
+    with serving(process, r'listening on ([^" ]+),') as (address, lines):
+        children = await_ready(process, address)
+        with ThreadPoolExecutor() as pool:
+            body = {"prompt": [5], "max_tokens": 60, "ignore_eos": True}
+            asked = pool.submit(post, address, body)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            for reply in (post(address, body), httpx.get(f"{address}/health")):
+                assert (reply.status_code, "shutting down" in reply.text) == (503, True)
+                assert int(reply.headers["retry-after"]) > 0
+            assert asked.result().json()["usage"]["completion_tokens"] == 60
+        assert process.wait(10) == 0
+        seconds_until_gone(children)
+    written = [json.loads(line) for line in lines if line.startswith("{")]
+    done = [one for one in written if one["message"] == "request" and one.get("status") == 200]
+    assert [(one["route"], one["prompt_tokens"], one["output_tokens"]) for one in done] == [
+        ("/v1/completions", 1, 60)
+    ]
+    assert 0 < done[0]["ttft_s"] < done[0]["total_s"]
+
+
+def test_a_stream_that_is_not_waited_for_ends_with_an_error() -> None:
+    process = start_fake("FakeEngine(step_s=0.05)", drain_timeout=1)
+    with serving(process) as (address, lines):
+        await_ready(process, address)
+        body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as reply:
+            parts = reply.iter_lines()
+            assert next(parts).startswith("data: ")
+            process.send_signal(signal.SIGTERM)
+            *_, error, _, done, _ = parts
+        assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
+        assert done == "data: [DONE]"
+        assert process.wait(10) == 0
+    assert "Traceback" not in "".join(lines)
+
+
+def test_an_engine_that_hangs_is_unhealthy() -> None:
+    process = start_fake("FakeEngine()", health_timeout=1)
+    with serving(process) as (address, _):
+        await_ready(process, address)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{address}/v1/completions", json={"prompt": [HANGS]}, timeout=0.5)
+        assert status_of(address) == 200
+        time.sleep(1)
+        assert status_of(address) == 503
+
+
+def test_numbers_of_a_running_server() -> None:
+    process = start_fake("FakeEngine()")
+    with serving(process) as (address, _):
+        await_ready(process, address)
+        post(address, {"prompt": [5, 6], "max_tokens": 3})
+        text = httpx.get(f"{address}/metrics").text
+        for line in (
+            'vllm:generation_tokens_total{model_name="SmolLM2-135M-Instruct"} 3.0',
+            'vllm:request_success_total{finished_reason="stop",model_name="SmolLM2-135M-Instruct"} 1.0',
+            'vllm:kv_cache_usage_perc{model_name="SmolLM2-135M-Instruct"} 0.25',
+            'vllm:time_to_first_token_seconds_count{model_name="SmolLM2-135M-Instruct"} 1.0',
+        ):
+            assert line in text
+        assert httpx.get(f"{address}/stats").json()["kv_usage"] == 0.25
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
@@ -238,6 +310,8 @@ def test_the_engines_death_is_told_to_everyone(fault: str) -> None:
         assert {reply.status_code for reply in replies} == {503}
         assert not any("0x7f" in reply.text for reply in replies)
         assert status_of(address) == 503
+        await_ready(process, address)  # it is started again
+        assert post(address, {"prompt": [5], "max_tokens": 3}).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
 

@@ -1,7 +1,8 @@
 """The front end's side of an engine process: starts it, submits requests, puts their outputs together.
 
 Lives in one event loop. Text is made here, so that the engine's process only steps. Every request gets one
-end: its output, an InvalidRequest or QueueFull, or EngineStopped. No jax.
+end: its output, an InvalidRequest or QueueFull, or EngineStopped. A process that dies after it was ready is
+started again, a few times. No jax.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -32,6 +34,7 @@ from hex_llm.engine.protocol import (
     Add,
     Command,
     Failed,
+    Progress,
     Reader,
     Ready,
     Refused,
@@ -45,10 +48,11 @@ from hex_llm.engine.protocol import (
     report_address,
     set_limits,
 )
+from hex_llm.engine.stats import Observer, Timeline, Vitals
 from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import RequestOutput, Update
+from hex_llm.types import FinishReason, Request, RequestOutput, Update
 from hex_llm.weights.model_files import open_tokenizer
 from hex_llm.weights.source import fetch_for
 
@@ -57,6 +61,9 @@ log = logging.getLogger(__name__)
 WORKER = (sys.executable, "-P", "-m", "hex_llm.engine.worker")
 LOADING = "the model is being loaded"
 FAILED = "the engine has failed; the server must be restarted"
+RESTARTING = "the engine has failed and is being restarted"
+MAX_RESTARTS = 3  # within RESTARTS_S
+RESTARTS_S = 600
 MAX_PATH = 107  # bytes of a Unix socket's name
 KILL_S = 5  # what the system gets to end a killed process
 
@@ -64,8 +71,10 @@ KILL_S = 5  # what the system gets to end a killed process
 class Generation:
     """One request under way: an async iterator of what is new, as small as it is read soon."""
 
-    def __init__(self, collector: OutputCollector) -> None:
+    def __init__(self, collector: OutputCollector, timeline: Timeline | None = None) -> None:
         self.collector = collector
+        self.timeline = timeline or Timeline()
+        self.reasons: dict[int, str] = {}  # of the choices that have ended
         self._error: HexError | None = None
         self._news = asyncio.Event()
         self._end = asyncio.Event()
@@ -98,6 +107,8 @@ class Generation:
     def add(self, update: Update) -> bool:
         """As OutputCollector.add."""
         must_stop = self.collector.add(update)
+        if must_stop or update.finish_reason is not None:
+            self.reasons.setdefault(update.index, update.finish_reason or FinishReason.STOP)
         self._news.set()
         if self.collector.finished:
             self._end.set()
@@ -111,7 +122,10 @@ class Generation:
 
 
 class EngineClient:
-    """An engine in a process of its own. `limits` and `tokenizer` are known once it is ready."""
+    """An engine in a process of its own. `limits` and `tokenizer` are known once it is ready.
+
+    `observer` is told of requests; it, `log_format` and `request_timeout_s` may be set before the start.
+    """
 
     limits: Limits | None = None
     tokenizer: Tokenizer | None = None
@@ -119,16 +133,27 @@ class EngineClient:
     def __init__(self, config: EngineConfig, model_name: str = "", command: Sequence[str] = WORKER) -> None:
         self.config = config
         self.model_name = model_name
-        self.num_steps = 0  # that the engine has told of
+        self.observer = Observer()
+        self.log_format = "text"
+        self.request_timeout_s = 0.0  # what a request may take in all; 0: any
+        self.vitals = Vitals()
         self._command = command
         self._failure: str | None = LOADING
         self._open: dict[str, Generation] = {}
+        self._pending: dict[str, int] = {}  # choices of requests whose ends the engine has not told yet
+        self._restarts: list[float] = []  # when they were
+        self._watchers: set[asyncio.Task[None]] = set()
         self._process: asyncio.subprocess.Process | None = None
         self._at_end = ExitStack()
 
     @property
     def ready(self) -> bool:
         return self._failure is None
+
+    @property
+    def num_steps(self) -> int:
+        """That the engine has told of."""
+        return self.vitals.num_steps
 
     @property
     def max_len(self) -> int:
@@ -139,7 +164,9 @@ class EngineClient:
 
     async def start(self) -> None:
         """Returns when the engine is ready; raises why it could not be loaded."""
-        self._loaded: asyncio.Future[Limits] = asyncio.get_running_loop().create_future()
+        self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._pending.clear()
+        self.vitals.num_pending, self.vitals.progress = 0, "starting"
         self._folder = private_folder()
         self._at_end.callback(shutil.rmtree, self._folder, ignore_errors=True)
         self._connect()
@@ -150,23 +177,32 @@ class EngineClient:
             start_new_session=True,  # Ctrl-C in a terminal is for us alone
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )
-        for work in (self._receive(), self._watch(self._process)):
-            self._at_end.callback(asyncio.create_task(work).cancel)
-        self._send(Start(self.config, logging.getLogger("hex_llm").getEffectiveLevel()))
-        self.limits = await self._loaded
-        # Now: the engine has fetched the files, and two must not do so at the same time.
-        self.tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
-        if self._failure != LOADING:
+        self._at_end.callback(asyncio.create_task(self._receive()).cancel)
+        watcher = asyncio.create_task(self._watch(self._process))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        level = logging.getLogger("hex_llm").getEffectiveLevel()
+        self._send(Start(self.config, level, self.log_format))
+        ready = await self._loaded
+        if self.limits is None:
+            # Now: the engine has fetched the files, and two must not do so at the same time.
+            self.tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
+        if self._failure not in (LOADING, RESTARTING):
             raise EngineStopped(str(self._failure))
+        self.limits, self.vitals.memory, self.vitals.progress = ready.limits, ready.memory, ""
         self._failure = None
 
     async def stop(self, timeout_s: float) -> None:
         """Ends the process: after its present step or, if that or loading takes longer, at once."""
         self.fail("the engine was stopped")
+        for watcher in self._watchers:
+            watcher.cancel()
         if self._process is not None:
-            self._send(Shutdown())
+            with suppress(zmq.ZMQError):  # closed: the process has died, and its successor is not there yet
+                self._send(Shutdown())
             try:
-                await asyncio.wait_for(self._process.wait(), timeout_s if self.limits is not None else 0)
+                loaded = self._loaded.done() and not self._loaded.cancelled()
+                await asyncio.wait_for(self._process.wait(), timeout_s if loaded else 0)
             except TimeoutError:
                 with suppress(ProcessLookupError):
                     self._process.kill()
@@ -179,6 +215,7 @@ class EngineClient:
         self._failure = reason
         for generation in self._open.values():
             generation.fail(EngineStopped(reason))
+            self._note_end(generation, FinishReason.ERROR)
         self._open.clear()
 
     def _connect(self) -> None:
@@ -198,13 +235,31 @@ class EngineClient:
         await asyncio.sleep(0.1)  # what it said last may still be on its way, and tells more
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with the exit code {code}"
         self._lost(ModelError(f"the engine's process {how}"))
+        if self.limits is not None and self._failure == FAILED:
+            await self._restart()
+
+    async def _restart(self) -> None:
+        """A new process for one that died."""
+        now = time.monotonic()
+        self._restarts = [one for one in self._restarts if now - one < RESTARTS_S] + [now]
+        if len(self._restarts) > MAX_RESTARTS:
+            log.critical("the engine has failed too often; it is not started again")
+            return
+        log.warning("starting the engine again")
+        self._failure = RESTARTING
+        self._at_end.close()
+        try:
+            await self.start()
+            log.info("the engine is ready again")
+        except HexError as error:  # whoever watches the new process goes on from there
+            log.error("the engine could not be started again: %s", error)
 
     def _lost(self, error: HexError) -> None:
         """The engine will not answer any more; the first reason counts.
 
         An unforeseen error's message is for who starts the server, not for its clients.
         """
-        if self._failure not in (None, LOADING):
+        if self._failure not in (None, LOADING, RESTARTING):
             return
         if self._loaded.done():
             log.error("%s", error)
@@ -225,17 +280,25 @@ class EngineClient:
     ) -> AsyncIterator[Generation]:
         """A request under way; leaving it before its end aborts it. Raises what is wrong with it."""
         self._check_ready()
+        timeline = Timeline(params.num_choices, params.max_tokens)
         # Long prompts take long to be cut into tokens and to be checked.
         collector = await asyncio.to_thread(self._prepare, prompt, params, priority, cache_salt)
         self._check_ready()
         request_id = collector.request.request_id
-        generation = self._open[request_id] = Generation(collector)
+        timeline.num_prompt = len(collector.request.prompt_ids)
+        self.observer.began(timeline)
+        generation = self._open[request_id] = Generation(collector, timeline)
+        timer = self._end_in_time(generation)
         try:
-            self._send(Add(for_engine(collector.request)))
+            self._submit(collector.request)
+            timeline.sent = time.monotonic()
             yield generation
         finally:
+            if timer is not None:
+                timer.cancel()
             if self._open.pop(request_id, None) is not None:
                 self._send(Abort(request_id))
+                self._note_end(generation, FinishReason.ABORT)
 
     async def complete(
         self,
@@ -277,6 +340,41 @@ class EngineClient:
             )
         return self.tokenizer.encode(text)
 
+    def _end_in_time(self, generation: Generation) -> asyncio.TimerHandle | None:
+        if not self.request_timeout_s:
+            return None
+        left = generation.timeline.arrived + self.request_timeout_s - time.monotonic()
+        request_id = generation.collector.request.request_id
+        return asyncio.get_running_loop().call_later(left, self._expire, request_id)
+
+    def _expire(self, request_id: str) -> None:
+        if generation := self._open.pop(request_id, None):
+            self._send(Abort(request_id))
+            generation.fail(EngineStopped(f"the request has taken longer than {self.request_timeout_s:g} s"))
+            self._note_end(generation, FinishReason.ABORT)
+
+    def _submit(self, request: Request) -> None:
+        self._send(Add(for_engine(request)))
+        if not self._pending:
+            self.vitals.progressed = time.monotonic()
+        self._pending[request.request_id] = request.params.num_choices
+        self.vitals.num_pending = len(self._pending)
+
+    def _settle(self, request_id: str, num_choices: int) -> None:
+        """The engine has told the end of so many choices."""
+        left = self._pending.get(request_id, 0) - num_choices
+        if left > 0:
+            self._pending[request_id] = left
+        else:
+            self._pending.pop(request_id, None)
+        self.vitals.num_pending = len(self._pending)
+
+    def _note_end(self, generation: Generation, left: FinishReason) -> None:
+        """`left` is the reason of those choices that have not ended."""
+        timeline, reasons = generation.timeline, generation.reasons
+        timeline.ended = time.monotonic()
+        self.observer.ended(timeline, [reasons.get(i, left) for i in range(timeline.num_choices)])
+
     # ---- messages
 
     def _send(self, command: Command) -> None:
@@ -294,27 +392,42 @@ class EngineClient:
                 except Exception:  # nothing may end this loop: all requests would wait for ever
                     log.exception("a report of the engine could not be taken in")
                     self.fail(FAILED)
+                    if self._process is not None and self._process.returncode is None:
+                        self._process.kill()
 
     def _take(self, report: Report) -> None:
         match report:
-            case Step(updates, num_steps):
-                self.num_steps = num_steps
+            case Step(updates, num_steps, stats):
+                now = time.monotonic()
+                self.vitals.num_steps, self.vitals.stats, self.vitals.progressed = num_steps, stats, now
+                for request_id, seconds in stats.waited:
+                    if generation := self._open.get(request_id):
+                        generation.timeline.queued_s = seconds
+                self.observer.stepped(stats)
                 for update in updates:
-                    self._update(update)
+                    self._update(update, now)
             case Refused(request_id, kind, message, param):
+                self._settle(request_id, self._pending.get(request_id, 0))
                 if generation := self._open.pop(request_id, None):
                     generation.fail(_error(kind, message, param))
-            case Ready(limits):
+            case Progress(message):
+                self.vitals.progress = message
+                log.info("%s", message)
+            case Ready():
                 if not self._loaded.done():
-                    self._loaded.set_result(limits)
+                    self._loaded.set_result(report)
             case Failed(kind, message):
                 self._lost(_error(kind, message))
 
-    def _update(self, update: Update) -> None:
+    def _update(self, update: Update, now: float) -> None:
+        if update.finish_reason is not None:
+            self._settle(update.request_id, 1)
         generation = self._open.get(update.request_id)
         if generation is None:  # it has ended for its reader
             return
         try:
+            if update.token_ids and update.index not in generation.reasons:
+                self._note_tokens(generation.timeline, update, now)
             if generation.add(update):
                 self._send(Stop(update.request_id, update.index))
         except Exception:  # a request's own data fails that request only
@@ -323,6 +436,14 @@ class EngineClient:
             self._send(Abort(update.request_id))
         if generation.ended:
             del self._open[update.request_id]
+            self._note_end(generation, FinishReason.ERROR)
+
+    def _note_tokens(self, timeline: Timeline, update: Update, now: float) -> None:
+        timeline.num_cached = max(timeline.num_cached, update.num_cached)
+        self.observer.got_tokens(timeline, update.index, len(update.token_ids), now)
+        timeline.first = timeline.first or now
+        timeline.last[update.index] = now
+        timeline.num_generated += len(update.token_ids)
 
 
 def _error(kind: str, message: str, param: str | None = None) -> HexError:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+import msgspec
 import numpy as np
 
 from hex_llm.config import EngineConfig
@@ -21,6 +22,7 @@ from hex_llm.engine.batch import Ints
 from hex_llm.engine.constraints import Constraint, Matcher
 from hex_llm.engine.results import unpack_choice
 from hex_llm.engine.runner import CompiledLate, InFlight, Runner
+from hex_llm.engine.stats import Stats
 from hex_llm.errors import InvalidRequest
 from hex_llm.models.spec import ModelSpec
 from hex_llm.scheduling.blocks import BlockPool, root_key
@@ -53,6 +55,8 @@ class Live:
     reasons: dict[int, FinishReason] = field(default_factory=dict)  # of the choices that have ended
     matchers: Future[list[Matcher]] | None = None
     compiled_since: float | None = None  # when that was begun
+    added: float = field(default_factory=time.monotonic)
+    has_begun: bool = False  # a step has taken it in
 
 
 class Engine:
@@ -71,6 +75,7 @@ class Engine:
             spec.vocab_size, spec.max_len, pool.num_usable, config.block_size, grammars is not None
         )
         self.num_steps = 0
+        self.memory = ""  # where it goes, in words, if who loaded the engine has noted it
         self.ledger: Counter[str] = Counter()  # accepted, and one of finished, aborted, error for each
         self._grammars = grammars
         self._compilers = ThreadPoolExecutor(1, "grammar")  # one is tried out at a time
@@ -78,6 +83,8 @@ class Engine:
         self._choices: dict[Sequence, Choice] = {}
         self._in_flight: deque[tuple[InFlight, list[Sequence]]] = deque()
         self._updates: list[Update] = []
+        self._num_padding = 0
+        self._step = Stats()  # what the present step has noted so far
 
     def warm_up(self, progress: bool = False) -> None:
         """Compiles every shape that a step can have."""
@@ -118,8 +125,10 @@ class Engine:
 
     def step(self) -> list[Update]:
         """Sends the next step off, reads the one before it, and tells what that brought."""
+        self._step = Stats()
         self._begin_compiled()
-        plan, sequences = self.scheduler.schedule()
+        with self._timed("schedule_s"):
+            plan, sequences = self.scheduler.schedule()
         if sequences:
             self._send_off(plan, sequences)
         if self._in_flight and len(self._in_flight) > (self.config.async_scheduling if sequences else 0):
@@ -128,6 +137,23 @@ class Engine:
         if not self.has_work:
             self.check()
         return updates
+
+    @property
+    def stats(self) -> Stats:
+        """After the last step."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return msgspec.structs.replace(
+            self._step,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting + self._step.num_waiting,
+            num_blocks=pool.num_usable,
+            num_free_blocks=pool.num_free,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
+            num_preemptions=scheduler.num_preemptions,
+            num_late_compiles=self.runner.num_late_compiles,
+            num_padding=self._num_padding,
+        )
 
     def check(self) -> None:
         """The invariants that hold between any two calls (blocks, slots, and the ledger of requests)."""
@@ -147,16 +173,21 @@ class Engine:
 
     def _send_off(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         try:
-            self._write_slots(plan, sequences)
-            self._in_flight.append((self.runner.dispatch(plan), sequences))
+            with self._timed("dispatch_s"):
+                self._write_slots(plan, sequences)
+                sent = self.runner.dispatch(plan)
+            self._in_flight.append((sent, sequences))
             self.num_steps += 1
+            self._step.num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
+            self._num_padding += sent.shape.num_tokens - self._step.num_tokens
         except CompiledLate as error:
             for sequence in sequences:
                 self._fail(sequence, str(error))
             self.scheduler.collect(plan, sequences, [-1] * len(sequences))  # in vain: all of them have ended
 
     def _read(self, step: InFlight, sequences: list[Sequence]) -> None:
-        chosen = self.runner.read(step)
+        with self._timed("wait_s"):
+            chosen = self.runner.read(step)
         self._keep_prompt_logprobs(step, sequences)
         for row in self.scheduler.collect(step.plan, sequences, chosen[:, 0].tolist()):
             self._tell(sequences[row], chosen[row])
@@ -170,6 +201,7 @@ class Engine:
             choice = self._choices[sequence]
             with self._failing(sequence):
                 if not sequence.slot_is_written:
+                    self._note_begin(self._live[sequence.request_id])
                     records.append((chunk.slot, self._record(choice)))
                     sequence.slot_is_written = True
                 elif chunk.samples and choice.constraint.is_needed:
@@ -233,6 +265,21 @@ class Engine:
             found = self.runner.prompt_logprobs(step, row, following, wanted)
             choice.prompt_logprobs[chunk.position :] = found
 
+    # ---- what is told of the engine itself
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self._step, name, time.perf_counter() - started)
+
+    def _note_begin(self, live: Live) -> None:
+        if not live.has_begun:
+            live.has_begun = True
+            self._step.waited.append((live.request.request_id, time.monotonic() - live.added))
+
     # ---- how requests begin and end
 
     def _begin(self, live: Live, matchers: list[Matcher] | list[None]) -> None:
@@ -293,6 +340,9 @@ class Engine:
                 if time.monotonic() > live.compiled_since + GRAMMAR_S:
                     message = f"structured_outputs: compiling it takes longer than {GRAMMAR_S:g} s"
                     self._end_all(live, FinishReason.ERROR, message, "structured_outputs")
+        self._step.num_waiting = sum(
+            live.request.params.num_choices for live in compiling if live.matchers is not None
+        )
 
     @contextmanager
     def _failing(self, sequence: Sequence) -> Iterator[None]:

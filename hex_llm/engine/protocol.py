@@ -15,6 +15,7 @@ import zmq
 
 from hex_llm.config import EngineConfig
 from hex_llm.engine.admission import Limits
+from hex_llm.engine.stats import Stats
 from hex_llm.types import Request, Update
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Start(msgspec.Struct, tag=True):
 
     config: EngineConfig
     log_level: int
+    log_format: str = "text"
 
 
 class Add(msgspec.Struct, tag=True):
@@ -61,8 +63,15 @@ Command = Start | Add | Abort | Stop | Shutdown
 # ---- from the engine
 
 
+class Progress(msgspec.Struct, tag=True):
+    """Loading goes on."""
+
+    message: str
+
+
 class Ready(msgspec.Struct, tag=True):
     limits: Limits
+    memory: str = ""  # where it goes, in words
 
 
 class Step(msgspec.Struct, tag=True):
@@ -70,6 +79,7 @@ class Step(msgspec.Struct, tag=True):
 
     updates: list[Update]
     num_steps: int  # so far
+    stats: Stats = msgspec.field(default_factory=Stats)
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -88,7 +98,7 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-Report = Ready | Step | Refused | Failed
+Report = Progress | Ready | Step | Refused | Failed
 
 T = TypeVar("T")
 

@@ -2,7 +2,8 @@
 
 Takes commands from a socket in FOLDER, steps while there is work, and reports each step in one message. Ends
 with its parent, whose death closes the pipe on standard input, on Shutdown, and when loading or a step fails.
-What a request's own data causes is told as its refusal. jax is imported only to load.
+What a request's own data causes is told as its refusal. jax is imported only to load; how far that is, the
+progress bars know, and a thread tells.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import zmq
+from tqdm import tqdm
 
 from hex_llm.config import EngineConfig
 from hex_llm.engine.admission import Limits
+from hex_llm.engine.logs import log_from
 from hex_llm.engine.protocol import (
     MAX_COMMAND,
     MAX_REPORT,
@@ -28,6 +32,7 @@ from hex_llm.engine.protocol import (
     Add,
     Command,
     Failed,
+    Progress,
     Reader,
     Ready,
     Refused,
@@ -41,10 +46,13 @@ from hex_llm.engine.protocol import (
     report_address,
     set_limits,
 )
+from hex_llm.engine.stats import Stats
 from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.types import Request, Update
 
 log = logging.getLogger(__name__)
+
+PROGRESS_S = 2.0  # between two reports of it
 
 
 class SteppedEngine(Protocol):
@@ -52,7 +60,10 @@ class SteppedEngine(Protocol):
 
     limits: Limits
     num_steps: int
+    memory: str
 
+    @property
+    def stats(self) -> Stats: ...
     @property
     def has_work(self) -> bool: ...
     def add(self, request: Request) -> None: ...
@@ -65,20 +76,21 @@ Load = Callable[[EngineConfig], SteppedEngine]
 
 
 def load(config: EngineConfig) -> SteppedEngine:
-    from hex_llm.engine.loading import load_engine
+    from hex_llm.engine.loading import describe_memory, load_engine
 
-    return load_engine(config, progress=True)[0]
+    engine, _ = load_engine(config, progress=True)
+    engine.memory = describe_memory(engine)
+    return engine
 
 
 class Worker:
     def __init__(self, folder: Path) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._inbox = context.socket(zmq.PULL)
-        self._outbox = context.socket(zmq.PUSH)
+        self._folder = folder
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._inbox = self._context.socket(zmq.PULL)
         set_limits(self._inbox, MAX_COMMAND)
-        set_limits(self._outbox, MAX_REPORT)
         self._inbox.bind(command_address(folder))
-        self._outbox.connect(report_address(folder))
+        self._outbox = self._connected()
         self._reader: Reader[Command] = Reader(Command)
 
     def run(self, load: Load) -> int:
@@ -95,18 +107,19 @@ class Worker:
         finally:
             self._inbox.close()
             self._outbox.close()
-            zmq.Context.instance().term()  # waits, but not for ever, until all is delivered
+            self._context.term()  # waits, but not for ever, until all is delivered
         return 0
 
     def _loaded(self, load: Load) -> SteppedEngine:
         while True:
             for command in self._commands(wait=True):
                 if isinstance(command, Start):
-                    log_from(command.log_level)
-                    return load(command.config)
+                    log_from(command.log_level, command.log_format)
+                    with self._telling_progress():
+                        return load(command.config)
 
     def _serve(self, engine: SteppedEngine) -> None:
-        self._send(Ready(engine.limits))
+        self._send(Ready(engine.limits, engine.memory))
         while True:
             for command in self._commands(wait=not engine.has_work):
                 if isinstance(command, Shutdown):
@@ -114,7 +127,7 @@ class Worker:
                 self._obey(engine, command)
             if engine.has_work:
                 updates = engine.step()  # before the steps are counted
-                self._send(Step(updates, engine.num_steps))
+                self._send(Step(updates, engine.num_steps, engine.stats))
 
     def _commands(self, wait: bool) -> Iterator[Command]:
         """All that have come; if there are none and `wait`, those that come next."""
@@ -147,13 +160,40 @@ class Worker:
     def _send(self, report: Report) -> None:
         self._outbox.send(encode(report))
 
+    def _connected(self) -> zmq.Socket[bytes]:
+        outbox = self._context.socket(zmq.PUSH)
+        set_limits(outbox, MAX_REPORT)
+        outbox.connect(report_address(self._folder))
+        return outbox
 
-def log_from(level: int) -> None:
-    """Our own messages from `level` on; of others' only warnings: they may write addresses with keys."""
-    logging.basicConfig(
-        level=max(level, logging.WARNING), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("hex_llm").setLevel(level)
+    @contextmanager
+    def _telling_progress(self) -> Iterator[None]:
+        done = threading.Event()
+
+        def tell() -> None:
+            told = ""
+            with self._connected() as outbox:  # a socket is for one thread only
+                while not done.wait(PROGRESS_S):
+                    if (now := shown_progress()) and now != told:
+                        outbox.send(encode(Progress(now)))
+                        told = now
+
+        thread = threading.Thread(target=tell, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def shown_progress() -> str:
+    """What the progress bars of this process show, in words; empty without one."""
+    try:
+        bars = list(getattr(tqdm, "_instances", ()))
+    except RuntimeError:  # a bar came or went meanwhile
+        return ""
+    return "; ".join(f"{(bar.desc or 'fetching').rstrip(': ')} {bar.n}/{bar.total}" for bar in bars)
 
 
 def end_with_parent(folder: Path) -> None:

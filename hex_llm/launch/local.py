@@ -1,7 +1,7 @@
 """`hex-llm serve` on one host: the HTTP server in this process, the engine in one of its own.
 
-The port is bound before anything else and answers 503 while the model is loaded. SIGTERM and SIGINT let
-running requests finish; a second signal does not wait for them.
+The port is bound before anything else and answers 503 while the model is loaded. After SIGTERM or SIGINT it
+answers 503 again while running requests finish; a second signal does not wait for them.
 """
 
 from __future__ import annotations
@@ -10,23 +10,32 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from types import FrameType
 
 import uvicorn
 
+try:
+    import uvloop
+except ImportError:  # it is not made for every system
+    uvloop = None
+
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.engine.client import EngineClient
-from hex_llm.engine.worker import log_from
+from hex_llm.engine.logs import log_from
 from hex_llm.errors import ConfigError, HexError, ModelError
+from hex_llm.launch.connection import SEND_BUFFER, connection
 from hex_llm.server.app import create_app
+from hex_llm.server.gate import MAX_HEAD
+from hex_llm.server.metrics import Metrics
 from hex_llm.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 SHUTTING_DOWN = "the server is shutting down"
-DRAIN_S = 20  # what running requests get after a signal
-STOP_S = 2  # what the engine's present step gets after that
+TICK_S = 0.05  # between two looks at what is still running
+STOP_S = 2  # what the last replies, then the engine's present step, get at the end
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
@@ -36,7 +45,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     name = server_config.served_model_name or engine_config.model or DEFAULT_MODEL_NAME
     engine = EngineClient(engine_config, name)
     try:
-        asyncio.run(run(engine, server_config, listener))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(run(engine, server_config, listener))
     except Exception as error:
         log.debug("the server failed", exc_info=True)
         if isinstance(error, HexError):
@@ -45,9 +55,14 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         raise ModelError(f"the server failed: {type(error).__name__}: {reason}") from error
 
 
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """The fastest that is installed."""
+    return uvloop.new_event_loop() if uvloop is not None else asyncio.new_event_loop()
+
+
 def configure_logging(config: ServerConfig) -> None:
     level = logging.getLevelNamesMapping()[config.log_level] or 1  # 0, NOTSET, would be the parent's level
-    log_from(logging.DEBUG if config.verbose_log else level)
+    log_from(logging.DEBUG if config.verbose_log else level, config.log_format)
     logging.getLogger("uvicorn").setLevel(level)
 
 
@@ -57,7 +72,9 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # "localhost" is both; who means IPv4 by it is not to be refused.
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # its connections inherit it
+        return listener
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(f"--host={host}: no such address") from error
     except OSError as error:
@@ -95,29 +112,46 @@ async def start(
 class Server(uvicorn.Server):
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self.engine = engine
+        self.drain_s = config.drain_timeout
+        self.metrics = Metrics(engine.model_name, engine.vitals)
+        self.num_signals = 0
+        engine.observer, engine.log_format = self.metrics, config.log_format
+        engine.request_timeout_s = config.request_timeout
         super().__init__(
             uvicorn.Config(
-                create_app(engine, config),
+                create_app(engine, config, self.metrics),
+                http=connection(config.receive_timeout, config.send_timeout),
+                h11_max_incomplete_event_size=MAX_HEAD,
+                timeout_keep_alive=config.keep_alive_timeout,
                 log_config=None,
-                access_log=not config.disable_log_requests,
+                access_log=False,
                 lifespan="off",
                 ws="none",
                 server_header=False,
-                timeout_graceful_shutdown=DRAIN_S + STOP_S,
+                proxy_headers=False,
+                timeout_graceful_shutdown=STOP_S,
             )
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Unlike uvicorn's, it does not raise the signal again at the end: the exit code is 0."""
-        if self.should_exit:
-            asyncio.get_running_loop().call_soon_threadsafe(self.engine.fail, SHUTTING_DOWN)
-        self.should_exit = True
+        self.num_signals += 1
+        self.metrics.draining = True
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Requests that are still running after DRAIN_S get an answer that says so."""
-        late = asyncio.get_running_loop().call_later(DRAIN_S, self.engine.fail, SHUTTING_DOWN)
-        await super().shutdown(sockets)
-        late.cancel()
+    async def on_tick(self, counter: int) -> bool:
+        """After a signal new requests are turned away, and the end comes with that of the running ones."""
+        if self.num_signals and not self.should_exit:
+            await self.drain()
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def drain(self) -> None:
+        """Requests that are still running in the end get an answer that says so."""
+        log.info("shutting down; requests that are running: %d", self.metrics.num_open)
+        until = time.monotonic() + self.drain_s
+        while self.metrics.num_open and self.num_signals == 1 and time.monotonic() < until:
+            await asyncio.sleep(TICK_S)
+        self.engine.fail(SHUTTING_DOWN)
 
 
 def address_of(listener: socket.socket) -> str:
@@ -132,6 +166,7 @@ def banner(engine: EngineClient, config: ServerConfig, address: str) -> str:
     return (
         f"\nhex_llm is ready on {address}\n"
         f"  model: {engine.model_name}\n"
+        f"  {engine.vitals.memory or 'memory: unknown'}\n"
         f"  try:   curl {url}{example(engine.tokenizer)} -H 'Content-Type: application/json'{key}\n"
     )
 

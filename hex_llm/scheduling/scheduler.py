@@ -62,6 +62,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_waiting = 0
         self.num_preemptions = 0
+        self.num_prefix_queries = 0  # tokens that were looked for among cached prefixes, and those found
+        self.num_prefix_hits = 0
         self._waiting: list[tuple[int, int, Sequence]] = []  # a heap; may hold some that have ended
         self._leaving: list[Sequence] = []  # ended, but a step in flight still touches what they hold
         self._free_slots = list(range(limits.max_decode_seqs, NO_SLOT, -1))
@@ -230,6 +232,9 @@ class Scheduler:
         sequence.num_published = len(shared)
         if sequence.num_cached is None:
             sequence.num_cached = num_cached
+            if self.limits.prefix_unit is not None:
+                self.num_prefix_queries += sequence.length
+                self.num_prefix_hits += num_cached
         insort(self.running, sequence, key=lambda s: s.order)
         return True
 

@@ -1,112 +1,165 @@
 """OpenAI's routes: /v1/completions, /v1/chat/completions and /v1/models.
 
-Here a request's fields become sampling parameters, and an output becomes a reply; the rest is the backend's.
+Here completions are made; chats are in chat.py. A request's fields become sampling parameters, and an output
+becomes a reply; the rest is the backend's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from hex_llm.errors import InvalidRequest
+from hex_llm.config import ServerConfig
+from hex_llm.sampling_params import SamplingParams
 from hex_llm.server import logprobs
 from hex_llm.server.backend import Backend, answer, together, unless_gone
+from hex_llm.server.chat import DEFAULTS, chat, check_parsers, stream_chat
+from hex_llm.server.replies import Fields, chunks, end_of, head_of, whole
 from hex_llm.server.schemas import ChatRequest, CompletionRequest
-from hex_llm.text.chat import encode_chat
-from hex_llm.types import CompletionOutput, RequestOutput
+from hex_llm.server.stream import Job, News, Pieces, streamed
+from hex_llm.types import CompletionOutput, Logprobs, RequestOutput
+
+KIND = ("cmpl", "text_completion")
 
 
-async def complete(backend: Backend, request: CompletionRequest) -> dict[str, Any]:
+async def complete(backend: Backend, request: CompletionRequest) -> Fields:
     params = request.params()
-    outputs = await together(answer(backend, prompt, request, params) for prompt in request.prompts())
-    skip = params.skip_special_tokens
-    choices = [
-        {
-            "text": choice.text,
-            "logprobs": logprobs.of_completion(backend.tokenizer, output, choice, skip_special=skip),
-            **_asked({"prompt_logprobs": logprobs.of_prompt(output)}),
-            **_ids(backend, choice),
-            **_end(choice),
-        }
-        for output in outputs
-        for choice in output.outputs
+    prompts = await _prompts(backend, request)
+    outputs = await together(answer(backend, prompt, request, params) for prompt in prompts)
+    choices = [_choice(backend, request, params, output, one) for output in outputs for one in output.outputs]
+    return whole(head_of(backend, request, *KIND), outputs, choices)
+
+
+async def stream_completion(backend: Backend, request: CompletionRequest) -> Pieces:
+    params = request.params()
+    prompts = await _prompts(backend, request)
+    jobs = [Job(prompt, params, request.priority, request.cache_salt) for prompt in prompts]
+    head = head_of(backend, request, *KIND)
+    pieces = chunks(backend, jobs, request, head, lambda: GrowingText(backend, request, params))
+    async with aclosing(pieces):
+        async for piece in pieces:
+            yield piece
+
+
+async def _prompts(backend: Backend, request: CompletionRequest) -> Sequence[str | list[int]]:
+    """The backend encodes texts with special tokens around them; so others are encoded here."""
+    prompts, tokenizer = request.prompts(), backend.tokenizer
+    if request.add_special_tokens or tokenizer is None:
+        return prompts
+    return [
+        await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=False)
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
     ]
-    return _reply(backend, "cmpl", "text_completion", outputs, choices)
 
 
-async def chat(backend: Backend, request: ChatRequest) -> dict[str, Any]:
-    params, tokenizer = request.params(), backend.tokenizer
-    if tokenizer is None:
-        raise InvalidRequest(
-            "messages: this server has no tokenizer (--skip_tokenizer_init); send token ids to "
-            "/v1/completions",
-            "messages",
-        )
-    messages = [message.plain() for message in request.messages]
-    _, prompt_ids = await asyncio.to_thread(encode_chat, tokenizer, messages)
-    output = await answer(backend, prompt_ids, request, params)
-    choices = [
-        {
-            "message": {"role": "assistant", "content": choice.text},
-            "logprobs": logprobs.of_chat(tokenizer, choice, params.logprobs or 0),
-            **_end(choice),
-        }
-        for choice in output.outputs
-    ]
-    reply = _reply(backend, "chatcmpl", "chat.completion", [output], choices)
-    return {**reply, **_asked({"prompt_logprobs": logprobs.of_prompt(output)})}
+def _choice(
+    backend: Backend,
+    request: CompletionRequest,
+    params: SamplingParams,
+    output: RequestOutput,
+    choice: CompletionOutput,
+) -> Fields:
+    as_ids, skip = request.return_tokens_as_token_ids, params.skip_special_tokens
+    known = logprobs.of_completion(backend.tokenizer, output, choice, skip_special=skip, as_ids=as_ids)
+    fields = {"text": choice.text, "logprobs": known, **end_of(choice)}
+    if params.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = logprobs.of_prompt(output)
+    if _wants_ids(backend, request):
+        fields["token_ids"] = choice.token_ids
+    if request.return_token_ids:
+        fields["prompt_token_ids"] = output.prompt_token_ids
+    return fields
 
 
-def _asked(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _ids(backend: Backend, choice: CompletionOutput) -> dict[str, Any]:
+def _wants_ids(backend: Backend, request: CompletionRequest) -> bool:
     """Without a tokenizer the ids are all there is to answer with."""
-    return {"token_ids": choice.token_ids} if backend.tokenizer is None else {}
+    return request.return_token_ids or backend.tokenizer is None
 
 
-def _end(choice: CompletionOutput) -> dict[str, Any]:
-    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+class GrowingText:
+    """One choice of a completion, for the chunks of a stream."""
+
+    def __init__(self, backend: Backend, request: CompletionRequest, params: SamplingParams) -> None:
+        self._wants_ids = _wants_ids(backend, request)
+        self._wants_prompt_ids = request.return_token_ids
+        self._params = params
+        self._logprobs = logprobs.CompletionLogprobs(
+            backend.tokenizer,
+            skip_special=params.skip_special_tokens,
+            as_ids=request.return_tokens_as_token_ids,
+        )
+        self._text = ""
+        self._begun = False
+
+    def add(self, news: News) -> Iterable[Fields]:
+        delta, ended = news.delta, news.delta.finish_reason is not None
+        if not delta.token_ids and not ended:  # an echo, whose log-probabilities may not all be known yet
+            self._text += delta.text
+            return ()
+        text = delta.text if self._begun else self._text + delta.text
+        if not (text or ended or delta.logprobs or self._wants_ids):
+            return ()
+        fields: Fields = {"text": text, "logprobs": None, "finish_reason": delta.finish_reason}
+        if ended:
+            fields["stop_reason"] = delta.stop_reason
+        if delta.logprobs is not None:
+            fields["logprobs"] = self._known(news, text, delta.logprobs, ended)
+        if self._wants_ids:
+            fields["token_ids"] = delta.token_ids
+        if self._wants_prompt_ids and not self._begun:
+            fields["prompt_token_ids"] = news.generation.collector.request.prompt_ids
+        self._begun = True
+        return (fields,)
+
+    def _known(self, news: News, text: str, known: list[Logprobs], ended: bool) -> Fields:
+        ids = news.delta.token_ids
+        if self._begun:
+            self._text += text
+        else:
+            self._text = text
+            if self._params.echo:
+                assert self._params.logprobs is not None
+                collector = news.generation.collector
+                of_prompt = collector.prompt_logprobs(self._params.logprobs)
+                ids = [*collector.request.prompt_ids, *ids]
+                known = [one or {} for one in of_prompt] + known
+        return self._logprobs.add(ids, known, self._text, ended=ended)
 
 
-def _reply(
-    backend: Backend, prefix: str, kind: str, outputs: Sequence[RequestOutput], choices: list[dict[str, Any]]
-) -> dict[str, Any]:
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": backend.model_name,
-        "choices": [{"index": i, **choice} for i, choice in enumerate(choices)],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
-        },
-    }
+async def completion_reply(backend: Backend, request: Request, body: CompletionRequest) -> Response:
+    if body.stream:
+        return await streamed(request, stream_completion(backend, body))
+    return await unless_gone(request, complete(backend, body))
 
 
-def routes(backend: Backend) -> APIRouter:
+async def chat_reply(
+    backend: Backend, request: Request, body: ChatRequest, config: ServerConfig = DEFAULTS
+) -> Response:
+    if body.stream:
+        return await streamed(request, stream_chat(backend, body, config))
+    return await unless_gone(request, chat(backend, body, config))
+
+
+def routes(backend: Backend, config: ServerConfig) -> APIRouter:
+    """Raises ConfigError for a parser that is not known."""
+    check_parsers(config)
     router = APIRouter(prefix="/v1")
     started = int(time.time())
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await unless_gone(request, complete(backend, body))
+        return await completion_reply(backend, request, body)
 
     @router.post("/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await unless_gone(request, chat(backend, body))
+        return await chat_reply(backend, request, body, config)
 
     @router.get("/models")
     async def models() -> dict[str, Any]:

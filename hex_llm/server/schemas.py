@@ -1,140 +1,58 @@
-"""The bodies that the routes take, and how their faults are told.
-
-A body has the fields of its model. What is not built yet may be sent only with a value that changes nothing
-(INERT); null is the same as absent. Anything else is refused by its name: nothing is silently ignored. Only
-shapes are checked here; what values a request may have, SamplingParams and the engine know.
-"""
+"""The bodies that OpenAI's and Vertex's routes take."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
+from pydantic import Field
+
+from hex_llm.errors import InvalidRequest
+from hex_llm.sampling_params import ABOVE, COUNTS, MAX_INT, RANGES, SamplingParams, StructuredOutputs
+from hex_llm.server.body import (
+    Body,
+    NamedSchema,
+    OneOrMoreTexts,
+    Texts,
+    TokenIds,
+    Whole,
+    json_text,
+    shown,
+    told,
 )
-from pydantic_core import PydanticCustomError
-
-from hex_llm.errors import InvalidRequest, one_line
-from hex_llm.sampling_params import SamplingParams, StructuredOutputs
+from hex_llm.server.messages import Message, NamedTool, Tool
 
 MAX_PROMPTS = 1024  # in one request
 SAMPLED = frozenset(field.name for field in fields(SamplingParams))
-INERT: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "annotations": ([],),
-    "audio": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),  # of a chat
-    "function_call": (),
-    "length_penalty": (1,),
-    "metadata": ({},),
-    "name": (),
-    "parallel_tool_calls": (True, False),
-    "reasoning_content": (),
-    "reasoning_effort": (),
-    "refusal": (),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "stream": (False,),
-    "stream_options": (),
-    "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),  # of a completion
-    "use_beam_search": (False,),
-}
 
-Kind = TypeVar("Kind", bound="Body")
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _all_whole(values: Any) -> Any:
-    return [_whole(value) for value in values] if isinstance(values, list) else values
-
-
-def _told(message: str) -> WrapValidator:
-    """One message for all that can be wrong in a union, whose own would be one for each member."""
-
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise ValueError(message) from None
-
-    return WrapValidator(check)
-
-
-# A Vertex client's numbers come out of protobuf, where all of them are doubles: 50 is sent as 50.0.
-Whole = Annotated[int, BeforeValidator(_whole)]
-TokenIds = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_all_whole)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
 PromptTexts = Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
 IdLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-Prompt = Annotated[str | TokenIds, _told("must be a text or a list of token ids")]
+Prompt = Annotated[str | TokenIds, told("must be a text or a list of token ids")]
 Prompts = Annotated[
     str | PromptTexts | TokenIds | IdLists,
     Field(union_mode="left_to_right"),
-    _told(f"must be a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
+    told(f"must be a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
 ]
-OneOrMoreTexts = Annotated[str | Texts, _told("must be a text or a list of texts")]
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # forbid: for the schema
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_inert(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        kept = {}
-        for name, value in values.items():
-            if name not in known and not _is_inert(name, value):
-                # pydantic would go on and make a million errors of as many
-                about = {"field": shown(name), "reason": not_built(name)}
-                raise PydanticCustomError("not_built", "{reason}", about)
-            if name in known and value is not None:
-                kept[name] = value
-        return kept
+# ---- what the document of the API says beyond types
 
 
-def _is_inert(name: str, value: Any) -> bool:
-    if value is None:
-        return name in INERT
-    # True == 1, but a boolean is no number.
-    return any(value == inert and type(value) in _types(inert) for inert in INERT.get(name, ()))
+def describe_limits(schema: dict[str, Any]) -> None:
+    """Those of SamplingParams, for the fields that have its names."""
+    for name, known in schema["properties"].items():
+        low, high = {**RANGES, **COUNTS, "priority": (-MAX_INT, MAX_INT)}.get(name, (None, None))
+        if low is not None and not _is_boolean(known):
+            known |= {"exclusiveMinimum" if name in ABOVE else "minimum": low, "maximum": high}
 
 
-def _types(value: Any) -> tuple[type, ...]:
-    return (int, float) if type(value) is int else (type(value),)
+def _is_boolean(known: dict[str, Any]) -> bool:
+    """A chat's logprobs are."""
+    return {"type": "boolean"} in known.get("anyOf", ())
 
 
 # ---- what the output must conform to
-
-
-class NamedSchema(Body):
-    name: str = ""  # for the model's eyes, elsewhere
-    description: str = ""
-    strict: bool = True  # it always is
-    schema_: Any = Field({}, alias="schema")
 
 
 class ResponseFormat(Body):
@@ -147,7 +65,7 @@ class ResponseFormat(Body):
                 "response_format: type json_schema, and no other, has a json_schema", "response_format"
             )
         if self.json_schema is not None:
-            return StructuredOutputs(json=_json_text(self.json_schema.schema_))
+            return StructuredOutputs(json=json_text(self.json_schema.schema_))
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
@@ -160,19 +78,18 @@ class Structured(Body):
     choice: Texts | None = None
     grammar: str | None = None
 
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        schema["minProperties"] = 1
+
     def wanted(self) -> StructuredOutputs:
-        json_text = None if self.json_ is None else _json_text(self.json_)
         return StructuredOutputs(
-            json=json_text,
+            json=None if self.json_ is None else json_text(self.json_),
             json_object=self.json_object,
             regex=self.regex,
             choice=tuple(self.choice or ()),
             grammar=self.grammar,
         )
-
-
-def _json_text(schema: Any) -> str:
-    return schema if isinstance(schema, str) else json.dumps(schema)
 
 
 # ---- requests
@@ -218,6 +135,10 @@ class Sampling(Body):
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
 
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        describe_limits(schema)
+
     def params(self) -> SamplingParams:
         """Raises InvalidRequest for what is not allowed."""
         return SamplingParams(**self.sampled(), structured_outputs=self._wanted())
@@ -243,42 +164,63 @@ class Sampling(Body):
         return wanted[0] if wanted else None
 
 
-class CompletionRequest(Sampling):
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class OpenAIRequest(Sampling):
+    """What completions and chats have in common. Some fields are for those who look at their own logs."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,200}$")] | None = None  # the end of the reply's
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    safety_identifier: str = ""  # the newer name of user
+    prompt_cache_key: str = ""
+
+    def params(self) -> SamplingParams:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options: only together with stream", "stream_options")
+        return super().params()
+
+
+class CompletionRequest(OpenAIRequest):
     prompt: Prompts
     logprobs: Whole | None = None
     echo: bool | None = None
+    add_special_tokens: bool = True
 
     def prompts(self) -> Sequence[str | list[int]]:
         one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        str | Annotated[list[TextPart], Field(fail_fast=True)],
-        _told('must be a text or a list of {"type": "text", "text": ...}'),
-    ]
-
-    def plain(self) -> dict[str, str]:
-        """As templates know it."""
-        parts = self.content
-        return {
-            "role": self.role,
-            "content": parts if isinstance(parts, str) else "\n".join(part.text for part in parts),
-        }
-
-
-class ChatRequest(Sampling):
+class ChatRequest(OpenAIRequest):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Whole | None = None  # the newer name of max_tokens
     logprobs: bool = False
     top_logprobs: Whole | None = None
+    echo: bool = False  # the reply begins with the last message, if that is an assistant's
+    metadata: dict[str, str] | None = None
+
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool,
+        told('must be none, auto, required or {"type": "function", "function": {"name": ...}}'),
+    ] = "auto"
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+
+    # For the template:
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # the template writes them
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field({})
 
     def sampled(self) -> dict[str, Any]:
         sent = super().sampled()
@@ -291,7 +233,21 @@ class ChatRequest(Sampling):
             raise InvalidRequest("top_logprobs: only together with logprobs", "top_logprobs")
         sent["max_tokens"] = newer if newer is not None else self.max_tokens  # None: as long as it gets
         sent["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        sent.pop("echo", None)  # the engine's would be that of the whole prompt
         return sent
+
+    def calls_wanted(self) -> str:
+        """none, auto, required, or the name of a tool."""
+        choice = self.tool_choice
+        wanted = choice if isinstance(choice, str) else choice.function.name
+        names = [tool.function.name for tool in self.tools]
+        if len({*names, "none", "auto", "required"}) < len(names) + 3:
+            raise InvalidRequest("tools: names must differ, also from none, auto and required", "tools")
+        if isinstance(choice, NamedTool) and wanted not in names:
+            raise InvalidRequest(f"tool_choice: no tool has the name {shown(wanted)}", "tool_choice")
+        if wanted == "required" and not names:
+            raise InvalidRequest("tool_choice: there are no tools", "tool_choice")
+        return wanted if names else "none"
 
 
 class GenerateRequest(Sampling):
@@ -306,32 +262,3 @@ class GenerateRequest(Sampling):
         sent = super().sampled()
         # A raw response tells each output's cumulative log-probability.
         return {"logprobs": 0, **sent} if self.raw_response else sent
-
-
-def parse(kind: type[Kind], values: Any, where: str = "") -> Kind:
-    """InvalidRequest tells the first fault, behind `where`."""
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        problem = invalid(error.errors(include_url=False, include_input=False))
-        raise InvalidRequest(f"{where}{problem}", problem.param) from None
-
-
-def invalid(errors: Sequence[Any]) -> InvalidRequest:
-    """The first of pydantic's errors as ours; `loc` is the path to the field."""
-    first = errors[0]
-    steps = (*first["loc"], first["ctx"]["field"]) if first["type"] == "not_built" else first["loc"]
-    path = [shown(str(step)) for step in steps]
-    message = ": ".join(filter(None, (".".join(path), first["msg"].removeprefix("Value error, "))))
-    return InvalidRequest(message, path[0] if path else None)
-
-
-def not_built(name: str) -> str:
-    if name not in INERT:
-        return "unknown field, or not built yet"
-    return f"not built yet; only {' or '.join(map(json.dumps, (*INERT[name], None)))} is taken"
-
-
-def shown(text: str) -> str:
-    """A piece of a request for a message: on one line, not too long, and no half characters."""
-    return one_line(text)[:80]

@@ -1,22 +1,31 @@
-"""POST /generate: Hex-LLM's predict route, in all the shapes that Google's own samples send.
+"""POST /generate: Hex-LLM's predict route, in all the shapes that Google's own samples send; /vertex, TGI's.
 
 The fields of an instance stand in it, in its `parameters`, or in the `parameters` that all instances share,
 in snake_case or camelCase. Without `instances` the body is one instance. Each choice is one prediction.
+Instances of TGI's kind, with `inputs` or with `messages` that nothing marks, are answered as TGI does: by
+their text alone. Both kinds come to every predict route, so a deployment may name any of them.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from hex_llm.config import ServerConfig
+from hex_llm.engine.outputs import Delta
 from hex_llm.errors import InvalidRequest
-from hex_llm.server import logprobs
+from hex_llm.server import logprobs, tgi, tgi_schemas
 from hex_llm.server.backend import Backend, answer, together, unless_gone
-from hex_llm.server.openai import chat
-from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest, Kind, not_built, parse, shown
+from hex_llm.server.body import Kind, not_built, parse, shown
+from hex_llm.server.chat import chat, stream_chat
+from hex_llm.server.problems import problem_of
+from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest
+from hex_llm.server.stream import Job, Pieces, encode, news, refuse_best_of, streamed
 from hex_llm.types import CompletionOutput, RequestOutput
 
 MARK = "@requestFormat"  # its one value makes an instance a chat completion
@@ -89,16 +98,14 @@ def parse_all(kind: type[Kind], instances: Sequence[dict[str, Any]]) -> list[Kin
     ]
 
 
-async def predict(backend: Backend, body: dict[str, Any], *, raw: bool) -> dict[str, Any]:
-    instances = instances_of(body)
-    if is_chat(instances):
-        talks = parse_all(ChatRequest, instances)
-        replies = await together(chat(backend, talk) for talk in talks)
-        # One chat is answered by an object, not by a list of one: so do Google's clients read it.
-        reply = replies[0] if len(replies) == 1 else replies
-        return {"predictions": reply} if "instances" in body else replies[0]
-    requests = parse_all(GenerateRequest, instances)
-    return await generate(backend, requests, raw=raw)
+async def chats(
+    backend: Backend, config: ServerConfig, requests: Sequence[ChatRequest], *, wrapped: bool
+) -> dict[str, Any]:
+    """`wrapped`: they came as instances, so predictions are expected."""
+    replies = await together(chat(backend, request, config) for request in requests)
+    # One chat is answered by an object, not by a list of one: so do Google's clients read it.
+    reply = replies[0] if len(replies) == 1 else replies
+    return {"predictions": reply} if wrapped else replies[0]
 
 
 async def generate(backend: Backend, requests: Sequence[GenerateRequest], *, raw: bool) -> dict[str, Any]:
@@ -139,11 +146,138 @@ def _logprobs(
     return logprobs.of_completion(backend.tokenizer, output, choice, skip_special=skip) if asked else None
 
 
-def routes(backend: Backend, *, raw: bool) -> APIRouter:
+# ---- instances of TGI's kind
+
+
+def is_tgi(instance: dict[str, Any]) -> bool:
+    return "inputs" in instance or ("messages" in instance and MARK not in instance)
+
+
+def tgi_text(
+    backend: Backend, config: ServerConfig, instance: dict[str, Any], where: str
+) -> Coroutine[Any, Any, str]:
+    """What its prediction will be. Unlike TGI's own route, it keeps all parameters."""
+    for name in ("details", "decoder_input_details", "top_n_tokens", "stream"):
+        if instance.get(name):
+            raise InvalidRequest(f"{where}{name}: a prediction is a text and nothing else", name)
+    if "messages" in instance:
+        return _chat_text(backend, config, parse(ChatRequest, instance, where))
+    values = {name: value for name, value in instance.items() if name not in ("inputs", "stream")}
+    if "max_tokens" in values:  # so Google's samples for TGI's container call it
+        if "max_new_tokens" in values:
+            raise InvalidRequest(f"{where}max_new_tokens is given twice", "max_new_tokens")
+        values["max_new_tokens"] = values.pop("max_tokens")
+    parameters = parse(tgi_schemas.Parameters, {"do_sample": True, **values}, where)
+    inputs = instance.get("inputs")
+    request = parse(tgi_schemas.GenerateRequest, {"inputs": inputs, "parameters": parameters}, where)
+    return _generated_text(backend, request)
+
+
+async def _generated_text(backend: Backend, request: tgi_schemas.GenerateRequest) -> str:
+    text: str = (await tgi.generate(backend, request, max_tokens=None)).body["generated_text"]
+    return text
+
+
+async def _chat_text(backend: Backend, config: ServerConfig, request: ChatRequest) -> str:
+    message = (await chat(backend, request, config))["choices"][0]["message"]
+    text: str | None = message["content"]
+    return json.dumps(message["tool_calls"]) if text is None else text
+
+
+async def predict_as_tgi(
+    backend: Backend, config: ServerConfig, instances: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    several = len(instances) > 1
+    jobs: list[Coroutine[Any, Any, str]] = []
+    try:
+        for i, instance in enumerate(instances):
+            jobs.append(tgi_text(backend, config, instance, f"instances.{i}." if several else ""))
+    except InvalidRequest:
+        for job in jobs:
+            job.close()
+        raise
+    return {"predictions": await together(jobs)}
+
+
+# ---- streams
+
+
+def wants_stream(instances: Sequence[dict[str, Any]]) -> bool:
+    wanted = [instance.get("stream") for instance in instances]
+    if not all(value is None or isinstance(value, bool) for value in wanted):
+        raise InvalidRequest("stream: must be true or false", "stream")
+    if any(wanted) and len(wanted) > 1:
+        raise InvalidRequest("stream: only one instance can be streamed", "stream")
+    return bool(wanted[0])
+
+
+async def pieces(backend: Backend, request: GenerateRequest) -> Pieces:
+    """JSON objects, each with a zero byte behind it, that tell what is new in every choice."""
+    params = request.params()
+    refuse_best_of(params)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(request, name) is not None:
+            raise InvalidRequest(f"{name}: not in a stream", name)
+    nothing: str | list[int] = [] if backend.tokenizer is None else ""
+    sums = [0.0] * params.n
+    job = Job(request.prompt, params, request.priority, request.cache_salt)
+    async with aclosing(news(backend, [job])) as found:
+        async for _, _, delta in found:
+            new = delta.token_ids if backend.tokenizer is None else delta.text
+            piece: dict[str, Any] = {"predictions": _at(delta.index, new, nothing, params.n)}
+            if request.raw_response:
+                sums[delta.index] += _logprob(delta)
+                piece["output_token_counts"] = _at(delta.index, len(delta.token_ids), 0, params.n)
+                piece["cumulative_logprobs"] = [known if math.isfinite(known) else None for known in sums]
+            yield encode(piece) + b"\0"
+
+
+def _at(index: int, value: Any, elsewhere: Any, num: int) -> list[Any]:
+    return [value if i == index else elsewhere for i in range(num)]
+
+
+def _logprob(delta: Delta) -> float:
+    assert delta.logprobs is not None
+    return sum(known[i].logprob for i, known in zip(delta.token_ids, delta.logprobs, strict=True))
+
+
+# ---- routes
+
+
+async def respond(backend: Backend, config: ServerConfig, request: Request, body: dict[str, Any]) -> Response:
+    wrapped = "instances" in body
+    if "inputs" in body and not wrapped and not body.keys() & {"prompt", MARK}:
+        return await tgi.in_their_shape(tgi.respond(backend, request, body))
+    instances = instances_of(body)
+    if wrapped and any(map(is_tgi, instances)):
+        return await unless_gone(request, predict_as_tgi(backend, config, instances))
+    is_stream = wants_stream(instances)
+    if is_chat(instances):
+        talks = parse_all(ChatRequest, instances)
+        if is_stream:
+            return await streamed(request, stream_chat(backend, talks[0], config, usage_at_end=True))
+        return await unless_gone(request, chats(backend, config, talks, wrapped=wrapped))
+    for instance in instances:
+        instance.pop("stream", None)
+    requests = parse_all(GenerateRequest, instances)
+    if is_stream:
+        pieces_of_it = pieces(backend, requests[0])
+        return await streamed(request, pieces_of_it, broken=broken_piece, media_type="text/plain")
+    raw = config.predict_output_format == "raw"
+    return await unless_gone(request, generate(backend, requests, raw=raw))
+
+
+def broken_piece(error: Exception) -> bytes:
+    return encode(problem_of(error).body()) + b"\0"
+
+
+def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/generate")
     async def vertex_predict(body: dict[str, Any], request: Request) -> Response:
-        return await unless_gone(request, predict(backend, body, raw=raw))
+        return await respond(backend, config, request, body)
 
+    for path in dict.fromkeys(("/generate", config.predict_route or "/generate")):
+        router.add_api_route(path, vertex_predict, methods=["POST"])
+    router.add_api_route("/vertex", vertex_predict, methods=["POST"], route_class_override=tgi.TgiRoute)
     return router

@@ -156,7 +156,7 @@ def judged_default() -> Judged:
 
 
 class Engines:
-    """One set of weights and programs for each set of flags that changes programs; the rest is new each time."""
+    """One set of weights and programs for each set of flags that changes programs; the rest is always new."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -19,6 +19,7 @@ from hex_llm.config import EngineConfig
 from hex_llm.engine import client as module
 from hex_llm.engine.client import EngineClient, private_folder
 from hex_llm.engine.protocol import report_address
+from hex_llm.engine.stats import Observer, Stats, Timeline
 from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError, QueueFull
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import FinishReason
@@ -327,6 +328,61 @@ def test_a_killed_engine_ends_every_request(sign: signal.Signals) -> None:
     with_client(test, "FakeEngine(step_s=0.01)")
 
 
+def test_a_dead_engine_is_started_again(tmp_path: Path) -> None:
+    async def test(client: EngineClient) -> None:
+        for _ in range(2):
+            dead = process_of(client)
+            task = asyncio.create_task(client.complete([5], LONG))
+            await until(lambda: client.vitals.num_pending and client.num_steps)
+            dead.kill()
+            with pytest.raises(EngineStopped):
+                await task
+            assert not client.ready
+            await until(lambda: client.ready)
+            assert process_of(client).pid != dead.pid
+            assert client.vitals.num_pending == 0
+            output = await client.complete("hello", SamplingParams(max_tokens=None))
+            assert output.outputs[0].text == "olleh"
+
+    with_client(test, "FakeEngine(step_s=0.01)")
+
+
+@pytest.mark.parametrize("again", ["FakeEngine()", "fail(ModelError('gone'))"])
+def test_an_engine_that_always_dies_is_given_up(
+    again: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it dies at its first request or while it is loaded again."""
+    mark = tmp_path / "mark"
+    load = f"({again}) if Path({str(mark)!r}).exists() else FakeEngine()"
+
+    async def test(client: EngineClient) -> None:
+        mark.touch()
+        for _ in range(4):
+            if client._process is not None and client._process.returncode is None:
+                process_of(client).kill()
+            await until(lambda: client.ready or client._failure == module.FAILED)
+            await asyncio.sleep(0.3)
+            await until(lambda: client._failure != module.RESTARTING)
+        await until(lambda: "not started again" in caplog.text)
+        assert caplog.text.count("starting the engine again") == module.MAX_RESTARTS
+        with pytest.raises(EngineStopped, match="must be restarted"):
+            await client.complete([5], SHORT)
+
+    with_client(test, load)
+
+
+def test_stopping_while_the_engine_is_started_again(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+
+    async def test(client: EngineClient) -> None:
+        mark.touch()
+        dead = client._process
+        process_of(client).kill()
+        await until(lambda: client._failure == module.RESTARTING and client._process is not dead)
+
+    with_client(test, f"time.sleep(60) if Path({str(mark)!r}).exists() else FakeEngine()")
+
+
 def test_a_failing_step_ends_every_request() -> None:
     async def test(client: EngineClient) -> None:
         prompts = [[5], [6], [FAILS_TO_STEP, 7, 8, 9]]
@@ -375,6 +431,123 @@ def test_malformed_reports_are_dropped() -> None:
         stranger.close(linger=0)
 
     with_client(test)
+
+
+# ---- what is told of it
+
+
+class Watching(Observer):
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def began(self, timeline: Timeline) -> None:
+        self.told.append("began")
+
+    def stepped(self, stats: Stats) -> None:
+        self.told.append("step")
+
+    def got_tokens(self, timeline: Timeline, index: int, num_tokens: int, now: float) -> None:
+        self.told.append((index, num_tokens, not timeline.first))
+
+    def ended(self, timeline: Timeline, reasons: list[str]) -> None:
+        self.told.append((timeline, reasons))
+
+
+def test_an_observer_is_told_of_each_request() -> None:
+    async def test(client: EngineClient) -> None:
+        watching = client.observer = Watching()
+        await client.complete([7, 8], SamplingParams(max_tokens=2, n=2))
+        assert watching.told[0] == "began"
+        tokens = [one for one in watching.told if isinstance(one, tuple) and len(one) == 3]
+        assert tokens == [(0, 1, True), (1, 1, False), (0, 1, False), (1, 1, False)]
+        timeline, reasons = watching.told[-1]
+        assert reasons == ["length", "stop"]
+        assert timeline.queued_s == 0.001
+        assert timeline.arrived <= timeline.sent <= timeline.begun <= timeline.first <= timeline.latest
+        assert timeline.latest <= timeline.ended
+        assert (timeline.num_prompt, timeline.num_cached, timeline.num_generated) == (2, 1, 4)
+
+        watching.told.clear()
+        async with client.generate([5], LONG) as generation:
+            async for _ in generation:
+                break
+        assert watching.told[-1][1] == ["abort"]
+        output = await client.complete("ab", SamplingParams(max_tokens=9, stop=("a",)))
+        assert output.outputs[0].text == "b"
+        assert watching.told[-1][1] == ["stop"]
+        watching.told.clear()
+        with pytest.raises(HexError):
+            await client.complete([FAILS_TO_ADD], SHORT)
+        assert {*watching.told} <= {"began", "step"}
+        task = asyncio.create_task(client.complete([5], LONG))
+        await until(lambda: (0, 1, True) in watching.told)
+        client.fail("the end")
+        with pytest.raises(EngineStopped):
+            await task
+        assert watching.told[-1][1] == ["error"]
+
+    with_client(test, "FakeEngine(step_s=0.001)")
+
+
+def test_work_is_pending_until_the_engine_has_told_its_end() -> None:
+    async def test(client: EngineClient) -> None:
+        assert client.vitals.stalled_s == 0
+        await client.complete([5], SamplingParams(max_tokens=2, n=2))
+        with pytest.raises(HexError):
+            await client.complete([FAILS_TO_ADD], SHORT)
+        assert client.vitals.num_pending == 0
+        assert client.vitals.memory == "memory: none"
+        task = asyncio.create_task(client.complete([HANGS], SHORT))
+        await until(lambda: client.vitals.num_pending)
+        task.cancel()  # that nobody waits any more does not make the engine well
+        await asyncio.sleep(0.5)
+        assert not client._open
+        assert client.vitals.num_pending == 1
+        assert 0.4 < client.vitals.stalled_s < 5
+        await client.stop(0.1)
+
+    with_client(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_has_only_so_much_time(stream: bool, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+
+    async def read(client: EngineClient) -> None:
+        async with client.generate([5], LONG) as generation:
+            async for _ in generation:
+                pass
+
+    async def test(client: EngineClient) -> None:
+        client.request_timeout_s = 0.3
+        started = time.monotonic()
+        with pytest.raises(EngineStopped, match=r"0.3 s"):
+            await (read(client) if stream else client.complete([5], LONG))
+        assert 0.2 < time.monotonic() - started < 2
+        await until(lambda: "idle" in journal.read_text())
+        assert journal.read_text().split() == ["add", "abort", "idle"]
+        await client.complete([5], SHORT)
+
+    with_client(test, f"FakeEngine(Path({str(journal)!r}), step_s=0.01)")
+
+
+def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the bars of the loading process show."""
+    load = (
+        "[__import__('hex_llm.engine.worker', fromlist=['x']).__dict__.update(PROGRESS_S=0.05),"
+        "[time.sleep(0.1) for _ in __import__('tqdm').tqdm(range(20), 'Compiling')], FakeEngine()][-1]"
+    )
+
+    async def run() -> None:
+        client = EngineClient(CONFIG, "fake", fake_worker(load))
+        starting = asyncio.create_task(client.start())
+        await until(lambda: client.vitals.progress.startswith("Compiling"))
+        assert client.vitals.progress.endswith("/20")
+        await starting
+        assert client.vitals.progress == ""
+        await client.stop(5)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 # ---- loading

@@ -16,6 +16,7 @@ from hex_llm.engine.protocol import (
     Add,
     Command,
     Failed,
+    Progress,
     Reader,
     Ready,
     Refused,
@@ -26,6 +27,7 @@ from hex_llm.engine.protocol import (
     Stop,
     encode,
 )
+from hex_llm.engine.stats import Stats
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.types import FinishReason, Request, TokenLogprobs, Update
 from tests.server.fakes import LIMITS
@@ -61,8 +63,9 @@ UPDATE = Update(
     "error",
 )
 REPORTS = [
-    Ready(LIMITS),
-    Step([UPDATE, Update("s")], 7),
+    Progress("Compiling 1/2"),
+    Ready(LIMITS, "memory: enough"),
+    Step([UPDATE, Update("s")], 7, Stats(num_running=2, wait_s=0.5, waited=[("r", 0.25)])),
     Refused("r", "InvalidRequest", "bad", "prompt"),
     Failed("ModelError", "worse"),
 ]

@@ -102,7 +102,7 @@ def request(request_id: str, *prompt_ids: int, **params: Any) -> Add:
 
 
 def test_requests_are_served_and_the_worker_ends(worker: Running) -> None:
-    assert worker.next() == Ready(LIMITS)
+    assert worker.next() == Ready(LIMITS, "memory: none")
     worker.send(request("a", 5, 6, max_tokens=10))
     updates = worker.until_end("a")
     assert [update.token_ids for update in updates] == [[6], [5], [EOS]]

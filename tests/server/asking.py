@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -45,3 +46,22 @@ def refusal(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert list(error) == ["message", "type", "param", "code"]
     assert error["code"] == status
     return error
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """What a client that reads line by line gets; a stream has one `data:` line an event, DONE the last."""
+    assert text.endswith("\n\n")
+    found = text.removesuffix("\n\n").split("\n\n")
+    assert all(one.startswith("data: ") and "\n" not in one for one in found), text
+    data = [one.removeprefix("data: ") for one in found]
+    assert data.count("[DONE]") == 1
+    assert data.pop() == "[DONE]"
+    return [json.loads(one) for one in data]
+
+
+def stream(backend: FakeBackend, path: str, body: Any, **given: Any) -> list[dict[str, Any]]:
+    """The chunks of a reply that is streamed."""
+    reply = ask(backend, "POST", path, json={**body, "stream": True}, **given)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    return events(reply.text)

@@ -15,6 +15,7 @@ import psutil
 from hex_llm.engine.admission import Limits, check_request, make_request
 from hex_llm.engine.client import Generation
 from hex_llm.engine.outputs import OutputCollector, for_engine
+from hex_llm.engine.stats import Stats
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
@@ -88,10 +89,14 @@ def fake_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
 
 
 class FakeBackend:
-    """`hold` keeps answers back until it is set; `error` is raised instead of answering."""
+    """`hold` keeps answers back until it is set; `error` is raised instead of answering.
+
+    Between updates the others get `num_turns` turns: with many, a reader gets each update by itself.
+    """
 
     model_name = "fake"
     max_len = LIMITS.max_len
+    num_turns = 1
 
     def __init__(self, tokenizer: Tokenizer | None = None, *, ready: bool = True) -> None:
         self.ready = ready
@@ -128,7 +133,8 @@ class FakeBackend:
         await (self.hold.wait() if self.hold else asyncio.sleep(0))
         for update in self.updates(for_engine(generation.collector.request)):
             generation.add(update)
-            await asyncio.sleep(0)
+            for _ in range(self.num_turns):
+                await asyncio.sleep(0)
 
     def updates(self, request: Request) -> Iterable[Update]:
         return reversed_updates(request)
@@ -141,10 +147,31 @@ class FakeBackend:
         return generation.output()
 
 
+class Speaker(FakeBackend):
+    """Says `text` whatever it is asked, one byte at a time, in all choices at once; then it ends."""
+
+    num_turns = 20
+
+    def __init__(self, text: str, tokenizer: Tokenizer | None = None) -> None:
+        super().__init__(tokenizer or byte_tokenizer())
+        self.text = text
+
+    def updates(self, request: Request) -> Iterable[Update]:
+        most = request.params.max_tokens or LIMITS.max_len
+        said = [FIRST_BYTE + byte for byte in self.text.encode()][:most]
+        for token_id in said:
+            for index in range(request.params.num_choices):
+                yield Update(request.request_id, index, [token_id])
+        reason = FinishReason.LENGTH if len(said) == most else FinishReason.STOP
+        for index in range(request.params.num_choices):
+            yield Update(request.request_id, index, finish_reason=reason)
+
+
 class FakeEngine:
     """As the worker knows an engine. Each step gives every open choice a token; `journal` tells the rest."""
 
     limits = LIMITS
+    memory = "memory: none"
 
     def __init__(self, journal: Path | None = None, *, step_s: float = 0.0, max_requests: int = 1000) -> None:
         self.num_steps = 0
@@ -153,10 +180,18 @@ class FakeEngine:
         self._max_requests = max_requests
         self._open: dict[tuple[str, int], list[Update]] = {}
         self._ends: list[Update] = []
+        self._begun: list[tuple[str, float]] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self._open or self._ends)
+
+    @property
+    def stats(self) -> Stats:
+        begun, self._begun = self._begun, []
+        return Stats(
+            num_running=len(self._open), num_blocks=100, num_free_blocks=75, num_tokens=5, waited=begun
+        )
 
     def add(self, request: Request) -> None:
         check_request(request, self.limits)
@@ -165,6 +200,7 @@ class FakeEngine:
         if len({request_id for request_id, _ in self._open}) >= self._max_requests:
             raise QueueFull("too many requests")
         self._note("add")
+        self._begun.append((request.request_id, 0.001))
         for update in reversed_updates(request):
             self._open.setdefault((request.request_id, update.index), []).append(update)
 

@@ -223,7 +223,7 @@ def test_chat_limit(backend: FakeBackend, limit: dict[str, int]) -> None:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"chat_template": "x"}, "chat_template"),
     ],
 )

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,21 +11,48 @@ import pytest
 from hex_llm.config import ServerConfig
 from hex_llm.server.app import create_app
 from hex_llm.server.schemas import MAX_PROMPTS
+from hex_llm.types import FinishReason, Update
 from tests.server.asking import CHAT, GENERATE, HELLO, ask, post, refusal
-from tests.server.fakes import EOS, FakeBackend
+from tests.server.fakes import EOS, FakeBackend, byte_tokenizer
+from tests.server.live import live
 
 SAMPLES = {
-    "python": {"instances": [{"prompt": "hello", "max_tokens": 3, "temperature": 1.0, "top_k": 1}]},
-    "node": {"instances": [{"prompt": "hello", "maxOutputTokens": 3, "topP": 1.0, "topK": 1.0}]},
-    "java": {"instances": [{"prompt": "hello"}], "parameters": {"maxDecodeSteps": 3, "temperature": 0.0}},
-    "go": {"instances": [{"prompt": "hello", "parameters": {"maxOutputTokens": 3.0, "topK": 1}}]},
-    "bare": {"prompt": "hello", "max_tokens": 3.0},
+    path.stem: json.loads(path.read_text()) for path in Path(__file__).parent.glob("fixtures/vertex/*.json")
 }
+PREDICT = "/v1/endpoints/1/deployedModels/2:predict"
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
-def test_googles_samples(backend: FakeBackend, sample: str) -> None:
-    assert post(backend, GENERATE, SAMPLES[sample]) == {"predictions": ["Prompt:\nhello\nOutput:\noll"]}
+@pytest.mark.parametrize("path", [GENERATE, PREDICT, "/vertex"])
+@pytest.mark.parametrize("sample", [name for name in SAMPLES if "text" in SAMPLES[name]])
+def test_samples_get_what_they_read(backend: FakeBackend, sample: str, path: str) -> None:
+    """Bodies as Google's and Hugging Face's samples send them; `read` is what these then look at."""
+    known = SAMPLES[sample]
+    found = post(backend, path, known["body"], config={"predict_route": PREDICT})
+    for step in known["read"]:
+        found = found[step]
+    assert found == known["text"]
+    (asked,) = backend.asked
+    assert {name: getattr(asked.params, name) for name in known["sampled"]} == known["sampled"]
+
+
+def test_a_sample_that_never_worked(backend: FakeBackend) -> None:
+    known = SAMPLES["malformed"]
+    assert refusal(ask(backend, "POST", GENERATE, json=known["body"]))["param"] == known["refused"]
+
+
+def test_routes_of_the_deployment(backend: FakeBackend) -> None:
+    config = {"predict_route": PREDICT, "health_route": "/v1/endpoints/1/deployedModels/2", "api_key": "k"}
+    assert ask(backend, "GET", config["health_route"], config=config).status_code == 200
+    assert ask(backend, "POST", PREDICT, json={"prompt": "a"}, config=config).status_code == 401
+    # A health route opens no other route that has its path.
+    config["health_route"] = PREDICT
+    assert ask(backend, "POST", PREDICT, json={"prompt": "a"}, config=config).status_code == 401
+    assert ask(FakeBackend(ready=False), "GET", PREDICT, config=config).status_code == 503
+
+
+def test_ping_is_posted_too(backend: FakeBackend) -> None:
+    reply = ask(backend, "POST", "/ping", config={"api_key": "k"})
+    assert (reply.status_code, reply.content) == (200, b"")
 
 
 def test_output_formats(backend: FakeBackend) -> None:
@@ -112,7 +141,18 @@ def test_several_chats_through_generate(backend: FakeBackend) -> None:
         ({"prompt": "a", "max_tokens": 1, "parameters": {"maxOutputTokens": 1}}, "max_tokens", "twice"),
         ({"instances": [{"prompt": "a", "topP": 1.8}]}, "top_p", "top_p"),
         ({"instances": [{"prompt": "a", "dynamic-lora": "gs://b"}]}, "dynamic-lora", "dynamic-lora"),
-        ({"inputs": "a"}, "inputs", "not built yet"),
+        ({"inputs": "a", "prompt": "a"}, "inputs", "unknown field"),
+        ({"instances": [{"inputs": "a"}, {"prompt": "a"}]}, "prompt", "instances.1.prompt"),
+        ({"instances": [{"inputs": "a", "details": True}]}, "details", "text"),
+        ({"instances": [{"inputs": "a", "stream": True}]}, "stream", "text"),
+        ({"instances": [{"inputs": "a", "max_tokens": 1, "max_new_tokens": 1}]}, "max_new_tokens", "twice"),
+        ({"instances": [{"inputs": "a", "parameters": {"watermark": True}}]}, "watermark", "watermark"),
+        ({"instances": [{"prompt": "a", "stream": True}, {"prompt": "b"}]}, "stream", "only one"),
+        ({"prompt": "a", "stream": 1}, "stream", "true or false"),
+        ({"prompt": "a", "stream": True, "logprobs": 1}, "logprobs", "stream"),
+        ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
+        ({"prompt": "a", "stream": True, "n": 1, "best_of": 2}, "best_of", "stream"),
+        ({"instances": [{**HELLO[CHAT], **MARK, "stream": True}, {**HELLO[CHAT], **MARK}]}, "stream", "only"),
         ({"prompt": ["a"]}, "prompt", "prompt"),
         ({"prompt": "a", "@requestFormat": "x"}, "@requestFormat", "chatCompletions"),
         ({"prompt": "a", "@requestFormat": ["x"]}, "@requestFormat", "chatCompletions"),
@@ -123,3 +163,95 @@ def test_predictions_that_are_none(backend: FakeBackend, body: Any, param: str, 
     error = refusal(ask(backend, "POST", GENERATE, json=body))
     assert error["param"] == param
     assert words in error["message"]
+
+
+# ---- streams
+
+
+def parts(reply: httpx.Response) -> list[dict[str, Any]]:
+    assert reply.status_code == 200, reply.text
+    *objects, rest = reply.text.split("\0")
+    assert rest == ""
+    return [json.loads(one) for one in objects]
+
+
+@pytest.mark.parametrize("body", [{"prompt": "hé"}, {"instances": [{"prompt": "hé"}]}])
+def test_a_stream_tells_what_is_new(backend: FakeBackend, body: dict[str, Any]) -> None:
+    instance = body.get("instances", [body])[0]
+    instance |= {"stream": True, "max_tokens": 9}
+    found = parts(ask(backend, "POST", GENERATE, json=body))
+    assert len(found) > 1
+    assert all(list(part) == ["predictions"] for part in found)
+    whole = post(backend, GENERATE, body | {"stream": False} if instance is body else {
+        "instances": [{**instance, "stream": False}]}, config={"predict_output_format": "raw"})  # fmt: skip
+    assert "".join(part["predictions"][0] for part in found) == whole["predictions"][0]
+
+
+def test_a_raw_stream_counts(backend: FakeBackend) -> None:
+    body = {"prompt": "abc", "raw_response": True, "n": 2, "max_tokens": 9}
+    whole = post(backend, GENERATE, body)
+    found = parts(ask(backend, "POST", GENERATE, json={**body, "stream": True}))
+    for i in range(2):
+        assert "".join(part["predictions"][i] for part in found) == whole["predictions"][i]
+        assert sum(part["output_token_counts"][i] for part in found) == whole["output_token_counts"][i]
+    assert found[-1]["cumulative_logprobs"] == pytest.approx(whole["cumulative_logprobs"])
+
+
+def test_a_stream_of_ids(backend: FakeBackend) -> None:
+    backend.tokenizer = None
+    found = parts(ask(backend, "POST", GENERATE, json={"prompt": [5, 6], "stream": True}))
+    assert [i for part in found for i in part["predictions"][0]] == [6, 5, EOS]
+
+
+class Breaking(FakeBackend):
+    def updates(self, request: Any) -> Any:
+        first, *_ = super().updates(request)
+        yield first
+        yield Update(request.request_id, finish_reason=FinishReason.ERROR, error="device lost")
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/generate_stream"])
+def test_a_stream_that_breaks_says_so(path: str) -> None:
+    body = {"prompt": "abc", "stream": True} if path == GENERATE else {"inputs": "abc"}
+    with live(Breaking(byte_tokenizer())) as url:
+        reply = httpx.post(url + path, json=body)
+    last = [
+        one for one in reply.text.replace("data: ", "").split("\0" if path == GENERATE else "\n\n") if one
+    ][-1]
+    assert "device lost" in json.dumps(json.loads(last)["error"])
+
+
+def test_a_reader_who_leaves_ends_the_request(backend: FakeBackend) -> None:
+    backend.hold = asyncio.Event()
+    with live(backend) as url, pytest.raises(httpx.ReadTimeout):
+        httpx.post(url + GENERATE, json={"prompt": "abc", "stream": True}, timeout=0.3)
+    assert backend.num_cancelled == 1
+
+
+def chunks_of(reply: httpx.Response) -> list[dict[str, Any]]:
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = reply.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(one.removeprefix("data: ")) for one in events]
+
+
+STREAMED = {**HELLO[CHAT], **MARK, "stream": True, "model": "", "max_tokens": 9}
+
+
+@pytest.mark.parametrize("body", [STREAMED, {"instances": [STREAMED]}])
+def test_a_chat_in_a_stream_ends_with_its_usage(backend: FakeBackend, body: dict[str, Any]) -> None:
+    """No chunk is without choices: Google's gradio client looks into them unasked."""
+    chunks = chunks_of(ask(backend, "POST", GENERATE, json=body))
+    assert all(chunk["choices"] for chunk in chunks)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["usage"]["completion_tokens"] == 9
+
+
+def test_googles_loop_over_a_chat_reads_all_of_it(backend: FakeBackend) -> None:
+    """Its notebooks skip the chunk that has a usage."""
+    text = ""
+    for chunk in chunks_of(ask(backend, "POST", GENERATE, json=STREAMED)):
+        if chunk["usage"] is not None:
+            continue
+        text += chunk["choices"][0]["delta"].get("content") or ""
+    assert text == "<user>hello<assistant>"[::-1][:9]

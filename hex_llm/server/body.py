@@ -1,0 +1,212 @@
+"""What all bodies have in common: what their fields may be, and how their faults are told.
+
+A body has the fields of its model. What is not built may be sent only with a value that changes nothing
+(INERT); null is the same as absent. Anything else is refused by its name: nothing is silently ignored. Only
+shapes are checked here; what values a request may have, SamplingParams and the engine know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from hex_llm.errors import InvalidRequest, one_line
+
+# Also fields that other routes know: clients send one set of options everywhere.
+INERT: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "annotations": ([],),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_fallback": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": (),
+    "functions": ([],),
+    "include_obfuscation": (False,),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logprob_token_ids": ([],),
+    "metadata": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "name": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "reasoning_effort": (),
+    "refusal": (),
+    "repetition_detection": (),
+    "request_id": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "stream": (False,),
+    "stream_interval": (1,),
+    "stream_options": (),
+    "structural_tag": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation_side": ("left",),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "whitespace_pattern": (),
+}
+
+Kind = TypeVar("Kind", bound="Body")
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _all_whole(values: Any) -> Any:
+    # Lists are long, and hardly one has floats.
+    has_floats = isinstance(values, list) and float in set(map(type, values))
+    return [_whole(value) for value in values] if has_floats else values
+
+
+def told(message: str) -> WrapValidator:
+    """One message for all that can be wrong in a union, whose own would be one for each member."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(message) from None
+
+    return WrapValidator(check)
+
+
+# A Vertex client's numbers come out of protobuf, where all of them are doubles: 50 is sent as 50.0.
+Whole = Annotated[int, BeforeValidator(_whole)]
+TokenIds = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_all_whole)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+OneOrMoreTexts = Annotated[str | Texts, told("must be a text or a list of texts")]
+
+
+def _described(schema: dict[str, Any], kind: type[Body]) -> None:
+    properties = schema.get("properties", {})
+    for name in properties.keys() - schema.get("required", ()):
+        properties[name] = _or_null(properties[name])
+    kind.describe(schema)
+
+
+def _or_null(known: dict[str, Any]) -> dict[str, Any]:
+    null = {"type": "null"}
+    if "anyOf" in known:
+        return known if null in known["anyOf"] else {**known, "anyOf": [*known["anyOf"], null]}
+    if not known.keys() & {"type", "$ref", "enum", "const"} or known.get("type") == "null":
+        return known
+    outside = {name: known[name] for name in ("title", "default") if name in known}
+    return {"anyOf": [{n: v for n, v in known.items() if n not in outside}, null], **outside}
+
+
+class Body(BaseModel):
+    # forbid: for the schema
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_described)
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Adds to the schema what types do not tell."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_inert(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {}
+        for name, value in values.items():
+            if name not in known and not _is_inert(name, value):
+                # pydantic would go on and make a million errors of as many
+                about = {"field": shown(name), "reason": not_built(name)}
+                raise PydanticCustomError("not_built", "{reason}", about)
+            if name in known and value is not None:
+                kept[name] = value
+        return kept
+
+
+def _is_inert(name: str, value: Any) -> bool:
+    if value is None:
+        return name in INERT
+    # True == 1, but a boolean is no number.
+    return any(value == inert and type(value) in _types(inert) for inert in INERT.get(name, ()))
+
+
+def _types(value: Any) -> tuple[type, ...]:
+    return (int, float) if type(value) is int else (type(value),)
+
+
+# ---- a JSON schema with a name
+
+
+class NamedSchema(Body):
+    name: str = ""  # for the model's eyes, elsewhere
+    description: str = ""
+    strict: bool = True  # it always is
+    schema_: Any = Field({}, alias="schema")
+
+
+def json_text(schema: Any) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+# ---- faults
+
+
+def parse(kind: type[Kind], values: Any, where: str = "") -> Kind:
+    """InvalidRequest tells the first fault, behind `where`."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        problem = invalid(error.errors(include_url=False, include_input=False))
+        raise InvalidRequest(f"{where}{problem}", problem.param) from None
+
+
+def invalid(errors: Sequence[Any]) -> InvalidRequest:
+    """The first of pydantic's errors as ours; `loc` is the path to the field."""
+    first = errors[0]
+    steps = (*first["loc"], first["ctx"]["field"]) if first["type"] == "not_built" else first["loc"]
+    path = [shown(str(step)) for step in steps]
+    message = ": ".join(filter(None, (".".join(path), first["msg"].removeprefix("Value error, "))))
+    return InvalidRequest(message, path[0] if path else None)
+
+
+def not_built(name: str) -> str:
+    if name not in INERT:
+        return "unknown field, or not built yet"
+    return f"not built yet; only {' or '.join(map(json.dumps, (*INERT[name], None)))} is taken"
+
+
+def shown(text: str) -> str:
+    """A piece of a request for a message: on one line, not too long, and no half characters."""
+    return one_line(text)[:80]

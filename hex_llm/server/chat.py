@@ -1,0 +1,321 @@
+"""/v1/chat/completions, which Vertex's and other routes answer with too.
+
+A chat becomes a prompt by the model's template, and what the model says becomes a message again: its parsers
+tell reasoning, content and calls of tools apart, in a whole text as in one that grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from hex_llm.config import ServerConfig
+from hex_llm.engine.client import Generation
+from hex_llm.engine.outputs import Delta
+from hex_llm.errors import ConfigError, InvalidRequest, ModelError
+from hex_llm.sampling_params import SamplingParams, StructuredOutputs
+from hex_llm.server import logprobs
+from hex_llm.server.backend import Backend, answer
+from hex_llm.server.body import shown
+from hex_llm.server.replies import Fields, chunks, end_of, given, head_of, whole
+from hex_llm.server.schemas import ChatRequest
+from hex_llm.server.stream import Job, News, Pieces
+from hex_llm.text.chat import encode_chat
+from hex_llm.text.reasoning import ReasoningParser, reasoning_parser
+from hex_llm.text.tokenizer import Tokenizer
+from hex_llm.text.tool_calls import (
+    PARSERS,
+    CallDelta,
+    ForcedCall,
+    ForcedCalls,
+    ToolParser,
+    forced_schema,
+    parser_name_for,
+)
+from hex_llm.types import CompletionOutput, FinishReason
+
+DEFAULTS = ServerConfig()
+# What chat_template_kwargs may not hold: fields of the request say it.
+RESERVED = frozenset(
+    (
+        *("tokenizer", "messages", "template", "special_tokens", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens", "tokenize"),
+    )
+)
+
+
+def check_parsers(config: ServerConfig) -> None:
+    name = config.tool_call_parser
+    if name not in (None, "none", *PARSERS):
+        raise ConfigError(
+            f"--tool_call_parser={shown(str(name))}: must be none or one of {', '.join(PARSERS)}"
+        )
+    if config.reasoning_parser is not None:
+        try:
+            reasoning_parser(config.reasoning_parser)
+        except ConfigError as error:
+            raise ConfigError(f"--reasoning_parser={error}") from None
+
+
+async def chat(backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS) -> Fields:
+    talk = await prepare(backend, request, config)
+    output = await answer(backend, talk.prompt_ids, request, talk.params)
+    head = head_of(backend, request, "chatcmpl", "chat.completion")
+    reply = whole(head, [output], [talk.choice(one) for one in output.outputs])
+    ids = output.prompt_token_ids if request.return_token_ids else None
+    extras = {"prompt_logprobs": logprobs.of_prompt(output), "prompt_token_ids": ids}
+    return {**reply, **given(extras | {"metadata": request.metadata})}
+
+
+async def stream_chat(
+    backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS, *, usage_at_end: bool = False
+) -> Pieces:
+    """`usage_at_end`: also without `include_usage` the last chunk tells it, as Google's clients expect."""
+    talk = await prepare(backend, request, config)
+    head = head_of(backend, request, "chatcmpl", "chat.completion.chunk")
+    jobs = [Job(talk.prompt_ids, talk.params, request.priority, request.cache_salt)]
+
+    def opening(generation: Generation) -> Fields:
+        return {"prompt_token_ids": generation.collector.request.prompt_ids}
+
+    pieces = chunks(
+        backend,
+        jobs,
+        request,
+        head | given({"metadata": request.metadata}),
+        lambda: GrowingMessage(talk),
+        opening=opening if request.return_token_ids else None,
+        usage_at_end=usage_at_end,
+    )
+    async with aclosing(pieces):
+        async for piece in pieces:
+            yield piece
+
+
+# ---- from a request to a prompt
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A chat on its way to the engine and back."""
+
+    request: ChatRequest
+    tokenizer: Tokenizer
+    prompt_ids: list[int]
+    params: SamplingParams
+    new_tool_parser: Callable[[], ToolParser] | None
+    new_reasoning_parser: Callable[[], ReasoningParser] | None
+
+    def reader(self) -> Reader:
+        reasoning, tools = self.new_reasoning_parser, self.new_tool_parser
+        return Reader(self.request, reasoning and reasoning(), tools and tools())
+
+    @property
+    def echoed(self) -> str:
+        last = self.request.messages[-1]
+        return (last.text or "") if self.request.echo and last.role == "assistant" else ""
+
+    def choice(self, said: CompletionOutput) -> Fields:
+        reader = self.reader()
+        found = reader.add(said.text, ended=True)
+        ids = said.token_ids if self.request.return_token_ids else None
+        return {
+            "message": self._message(found),
+            "logprobs": self.logprobs(said),
+            **end_of(said),
+            "finish_reason": reader.finish_reason(said.finish_reason),
+            **given({"token_ids": ids}),
+        }
+
+    def _message(self, found: Fields) -> Fields:
+        calls = _joined(found.pop("tool_calls", ()))
+        content = self.echoed + found.pop("content", "")
+        spoken = {"role": "assistant", "content": content or (None if calls else "")}
+        return {**spoken, **found, **({"tool_calls": calls} if calls else {})}
+
+    def logprobs(self, said: CompletionOutput | Delta) -> Fields | None:
+        as_ids = self.request.return_tokens_as_token_ids
+        return logprobs.of_chat(self.tokenizer, said, self.params.logprobs or 0, as_ids=as_ids)
+
+
+async def prepare(backend: Backend, request: ChatRequest, config: ServerConfig) -> Talk:
+    params, tokenizer = request.params(), backend.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest(
+            "messages: this server has no tokenizer (--skip_tokenizer_init); send token ids to "
+            "/v1/completions",
+            "messages",
+        )
+    if request.chat_template is not None and not config.trust_request_chat_template:
+        raise InvalidRequest(
+            "chat_template: this server does not take one (--trust_request_chat_template)", "chat_template"
+        )
+    wanted = request.calls_wanted()
+    new_tool_parser = _tool_parser(request, config, tokenizer, wanted)
+    params = _for_calls(request, params, wanted, new_tool_parser)
+    # An output of a given structure has no room for reasoning.
+    reasons = config.reasoning_parser if params.structured_outputs is None else None
+    new_reasoning_parser = None if reasons is None else lambda: reasoning_parser(reasons)
+    ids = await asyncio.to_thread(_encode, tokenizer, request, wanted)
+    return Talk(request, tokenizer, ids, params, new_tool_parser, new_reasoning_parser)
+
+
+def _tool_parser(
+    request: ChatRequest, config: ServerConfig, tokenizer: Tokenizer, wanted: str
+) -> Callable[[], ToolParser] | None:
+    if wanted == "none":
+        return None
+    if wanted == "required":
+        return ForcedCalls
+    if wanted != "auto":
+        return lambda: ForcedCall(wanted)
+    if not config.enable_auto_tool_choice:
+        raise InvalidRequest(
+            "tool_choice: this server does not take auto (--enable_auto_tool_choice)", "tool_choice"
+        )
+    template = request.chat_template or tokenizer.chat_template
+    name = config.tool_call_parser or parser_name_for(template)
+    if name in (None, "none"):
+        raise InvalidRequest(
+            "tools: the model's chat template knows no calls; force them by tool_choice, or name their "
+            "format with --tool_call_parser",
+            "tools",
+        )
+    return PARSERS[str(name)]
+
+
+def _for_calls(
+    request: ChatRequest,
+    params: SamplingParams,
+    wanted: str,
+    new_tool_parser: Callable[[], ToolParser] | None,
+) -> SamplingParams:
+    if new_tool_parser is None:
+        return params
+    if params.structured_outputs is not None:
+        raise InvalidRequest(
+            "tools: not together with a structure of the output, unless tool_choice is none", "tools"
+        )
+    if wanted == "auto":
+        special = new_tool_parser().needs_special_tokens
+        return replace(params, skip_special_tokens=False) if special else params
+    tools = [tool.plain() for tool in request.tools]
+    schema = forced_schema(tools, wanted, parallel=request.parallel_tool_calls)
+    return replace(params, structured_outputs=StructuredOutputs(json=json.dumps(schema)))
+
+
+def _encode(tokenizer: Tokenizer, request: ChatRequest, wanted: str) -> list[int]:
+    kwargs = request.chat_template_kwargs
+    for name in RESERVED & kwargs.keys():
+        raise InvalidRequest(f"chat_template_kwargs: not {name}", "chat_template_kwargs")
+    if request.reasoning_effort is not None:
+        kwargs = {"reasoning_effort": request.reasoning_effort, **kwargs}
+    try:
+        _, ids = encode_chat(
+            tokenizer,
+            [message.plain() for message in request.messages],
+            template=request.chat_template,
+            add_special_tokens=request.add_special_tokens,
+            # A model that is to call none is not told of them.
+            tools=None if wanted == "none" else [tool.plain() for tool in request.tools],
+            documents=request.documents,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            **kwargs,
+        )
+    except ModelError as error:
+        if request.chat_template is None:
+            raise
+        raise InvalidRequest(f"chat_template: {error}", "chat_template") from error
+    return ids
+
+
+# ---- from what a model says to a message
+
+
+class Reader:
+    """One choice's text, whole or as it comes: what is new in its message, as OpenAI's deltas tell it."""
+
+    def __init__(
+        self, request: ChatRequest, reasoning: ReasoningParser | None, tools: ToolParser | None
+    ) -> None:
+        self._max_calls = None if request.parallel_tool_calls else 1
+        self._includes_reasoning = request.include_reasoning
+        self._reasoning = reasoning
+        self._tools = tools
+        self._has_called = False
+
+    def add(self, text: str, *, ended: bool) -> Fields:
+        """Only what there is."""
+        found: Fields = {}
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.add(text, ended=ended)
+            if reasoning and self._includes_reasoning:
+                # vLLM's newer name beside the one that everybody knows.
+                found["reasoning_content"] = found["reasoning"] = reasoning
+        calls: list[CallDelta] = []
+        if self._tools is not None:
+            delta = self._tools.add(text, ended=ended)
+            text, calls = delta.content, delta.calls
+        if text:
+            found["content"] = text
+        kept = [_call(call) for call in calls if self._max_calls is None or call.index < self._max_calls]
+        if kept:
+            self._has_called = True
+            found["tool_calls"] = kept
+        return found
+
+    def finish_reason(self, reason: FinishReason | None) -> str | None:
+        return "tool_calls" if self._has_called and reason is FinishReason.STOP else reason
+
+
+def _call(delta: CallDelta) -> Fields:
+    begins = {} if delta.id is None else {"id": delta.id, "type": "function"}
+    function = given({"name": delta.name, "arguments": delta.arguments})
+    return {"index": delta.index, **begins, "function": function}
+
+
+def _joined(deltas: Iterable[Fields]) -> list[Fields]:
+    """Whole calls."""
+    calls: dict[int, Fields] = {}
+    for delta in deltas:
+        function = {"name": "", "arguments": ""}
+        call = calls.setdefault(delta["index"], {"id": None, "type": "function", "function": function})
+        call["id"] = delta.get("id", call["id"])
+        for name, text in delta["function"].items():
+            call["function"][name] += text
+    return list(calls.values())
+
+
+class GrowingMessage:
+    """One choice of a chat, for the chunks of a stream."""
+
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
+        self._reader = talk.reader()
+        self._begun = False
+
+    def add(self, news: News) -> Iterable[Fields]:
+        delta, ended = news.delta, news.delta.finish_reason is not None
+        found = self._reader.add(delta.text, ended=ended)
+        wants_ids = self._talk.request.return_token_ids
+        if not (found or ended or delta.logprobs or (wants_ids and delta.token_ids)):
+            return
+        if not self._begun:
+            self._begun = True
+            first = {"role": "assistant", "content": self._talk.echoed}
+            yield {"delta": first, "logprobs": None, "finish_reason": None}
+        fields: Fields = {"delta": found, "logprobs": None, "finish_reason": None}
+        if delta.logprobs:
+            fields["logprobs"] = self._talk.logprobs(delta)
+        if wants_ids:
+            fields["token_ids"] = delta.token_ids
+        if found or delta.logprobs or wants_ids:
+            yield fields
+        if ended:  # on its own: some clients read nothing else from a chunk that also tells the usage
+            reason = self._reader.finish_reason(delta.finish_reason)
+            end = {"finish_reason": reason, "stop_reason": delta.stop_reason}
+            yield {"delta": {}, "logprobs": None, **end}

@@ -1,0 +1,225 @@
+"""What every HTTP request passes first and last: key, readiness, limits of size and time, a line in the log.
+
+Knows nothing of what routes do. A reply that has begun is only watched: what breaks it then, its route tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from typing import Any
+
+from fastapi import HTTPException, Response
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hex_llm.config import ServerConfig
+from hex_llm.engine.stats import Timeline
+from hex_llm.server import page
+from hex_llm.server.backend import Backend
+from hex_llm.server.metrics import CURRENT, Metrics
+from hex_llm.server.problems import Problem
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = "5"
+HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    413: {"Connection": "close"},
+    429: {"Retry-After": RETRY_AFTER_S},
+    503: {"Retry-After": RETRY_AFTER_S},
+}
+MAX_HEAD = 32 << 10  # bytes of a request's path and headers
+OPEN_PATHS = ("/ping", "/health")  # for load balancers, which have no key
+WITHOUT_ENGINE = ("/metrics", "/load", "/version", "/docs", "/openapi.json")  # answered at any time
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
+REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)  # those of clients that are echoed
+
+
+def head_size(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) for name, value in scope["headers"])
+    return headers + len(scope["path"]) + len(scope["query_string"])
+
+
+def all_routes(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
+    """Also those of routers that were included."""
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        yield from (route,) if included is None else all_routes(included.routes)
+
+
+def error(status: int, message: str, param: str | None = None) -> JSONResponse:
+    return JSONResponse(Problem(status, message, param).body(), status, HEADERS.get(status))
+
+
+class Gate:
+    """The path is the raw one of the request line: no header can make a route look open."""
+
+    def __init__(self, app: ASGIApp, backend: Backend, config: ServerConfig, metrics: Metrics) -> None:
+        self.app = app
+        self.backend = backend
+        self.config = config
+        self.metrics = metrics
+        key = config.api_key
+        self.key_hash = None if key is None else sha256(key.encode()).digest()
+        self.paths: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        visit = Visit(scope, send)
+        works = scope["method"] == "POST"
+        self.metrics.num_open += works
+        try:
+            if refusal := self.refusal(scope):
+                await refusal(scope, receive, visit.send)
+            else:
+                await self.within_time(scope, self.limited(receive), visit)
+        except Exception:
+            visit.status = visit.status or 500  # told by who catches it
+            raise
+        finally:
+            self.metrics.num_open -= works
+            self.note(visit)
+
+    def refusal(self, scope: Scope) -> Response | None:
+        method, path, headers = scope["method"], scope["path"], Headers(scope=scope)
+        if head_size(scope) > MAX_HEAD:
+            return error(431, f"the path and the headers have more than {MAX_HEAD} bytes")
+        if page.is_page(method, path):
+            return None
+        is_open = self.is_open(method, path)
+        if not is_open and not self.has_key(headers):
+            return error(401, "Authorization: Bearer with the server's key is needed")
+        if path not in WITHOUT_ENGINE and (trouble := self.trouble(watched=is_open)):
+            return error(503, trouble)
+        declared = headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and int(declared) > self.config.max_request_bytes:
+            return self.too_large()
+        return None
+
+    def is_open(self, method: str, path: str) -> bool:
+        """Of the deployment's own health route only GET: it may share its path with a route that answers."""
+        return path in OPEN_PATHS or (method == "GET" and path == self.config.health_route)
+
+    def trouble(self, *, watched: bool) -> str:
+        """Why requests cannot be served now; empty if they can. An engine that stalls may go on: only who
+        watches it is told."""
+        vitals = self.metrics.vitals
+        if self.metrics.draining:
+            return "the server is shutting down"
+        if not self.backend.ready:
+            progress = f" ({vitals.progress})" if vitals.progress else ""
+            return f"the server is not ready: the model is being loaded{progress}, or the engine has stopped"
+        if watched and vitals.stalled_s > self.config.health_timeout:
+            return f"the engine has made no step for {vitals.stalled_s:.0f} s, though there is work"
+        return ""
+
+    def has_key(self, headers: Headers) -> bool:
+        """Hashes are compared, in constant time, so that the time taken tells nothing about the key."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        given_hash = sha256(given.strip().encode("latin-1")).digest()
+        known = self.key_hash
+        return known is None or (scheme.lower() == "bearer" and hmac.compare_digest(given_hash, known))
+
+    async def within_time(self, scope: Scope, receive: Receive, visit: Visit) -> None:
+        """Until the reply begins; from then on the engine keeps the time."""
+        limit = self.config.request_timeout or None
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                visit.deadline = deadline
+                await self.app(scope, receive, visit.send)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            reply = error(504, f"the request has taken longer than {limit} s (--request_timeout)")
+            await reply(scope, receive, visit.send)
+
+    def limited(self, receive: Receive) -> Receive:
+        """Receives a body that is neither too large nor too slow."""
+        num_bytes, complete = 0, False
+        until = time.monotonic() + self.config.receive_timeout
+
+        async def counted() -> Message:
+            nonlocal num_bytes, complete
+            if complete:  # what comes now is the client's leaving
+                return await receive()
+            try:
+                async with asyncio.timeout(until - time.monotonic()):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, "the body has not come in time") from None
+            complete = not message.get("more_body", False)
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self.config.max_request_bytes:
+                raise HTTPException(413, self.too_large_message())
+            return message
+
+        return counted
+
+    def too_large(self) -> Response:
+        return error(413, self.too_large_message())
+
+    def too_large_message(self) -> str:
+        return f"the body has more than {self.config.max_request_bytes} bytes"
+
+    def note(self, visit: Visit) -> None:
+        visit.route = self.declared(visit.scope)
+        self.metrics.answered(visit.method, visit.route, visit.status)
+        if not self.config.disable_log_requests:
+            # Who polls would fill the log.
+            polled = visit.method == "GET" and visit.status < 400
+            log.log(logging.DEBUG if polled else logging.INFO, "request", extra={"fields": visit.fields()})
+
+    def declared(self, scope: Scope) -> str:
+        """The path of a route; paths of clients would be endless."""
+        if route := scope.get("route"):
+            return str(getattr(route, "path", "none"))
+        if not self.paths:
+            self.paths = {getattr(route, "path", "") for route in all_routes(scope["app"].routes)}
+        return scope["path"] if scope["path"] in self.paths else "none"
+
+
+class Visit:
+    """One HTTP request and what becomes of it."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.scope = scope
+        self.method = scope["method"] if scope["method"] in METHODS else "other"
+        self.route = "none"
+        self.started = time.monotonic()
+        self.status = 0  # 0: the client left before there was a reply
+        self.deadline: asyncio.Timeout | None = None
+        self.timelines: list[Timeline] = []
+        CURRENT.set(self.timelines)
+        asked = Headers(scope=scope).get("x-request-id", "")
+        self.request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self.request_id
+            if self.deadline is not None and not self.deadline.expired():
+                self.deadline.reschedule(None)
+        await self._send(message)
+
+    def fields(self) -> dict[str, Any]:
+        now = time.monotonic()
+        known: dict[str, Any] = {"id": self.request_id, "route": self.route, "status": self.status}
+        if asked := self.timelines:
+            known["prompt_tokens"] = sum(one.num_prompt for one in asked)
+            known["output_tokens"] = sum(one.num_generated for one in asked)
+            if first := [one.first for one in asked if one.first]:
+                known["ttft_s"] = min(first) - self.started
+        return {**known, "total_s": now - self.started}

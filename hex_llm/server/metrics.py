@@ -1,0 +1,246 @@
+"""What can be counted of a running server: GET /metrics, /stats and /load.
+
+vLLM's names are vLLM's (`vllm:`), so that its dashboards and autoscalers work; our own begin with `hex_llm:`.
+What the engine knows is read when it is asked for; only times and tokens of requests are counted as they
+come. Every app has a registry of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from fastapi import APIRouter, Response
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+
+from hex_llm.engine.stats import Observer, Stats, Timeline, Vitals
+from hex_llm.server.backend import Backend
+from hex_llm.server.tgi import package_version
+
+SOON = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+        640, 2560)  # fmt: skip
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
+           7.5, 10, 20, 40, 80)  # fmt: skip
+LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+PHASE = tuple(m * 10.0**e for e in range(-5, 3) for m in (1, 2, 5))
+TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+RECENT_S = 10  # what the rate of tokens is taken over
+
+# The requests that the present HTTP request has made, for its line in the log; tasks inherit it.
+CURRENT: ContextVar[list[Timeline] | None] = ContextVar("CURRENT", default=None)
+
+
+class Metrics(Observer):
+    def __init__(self, model_name: str, vitals: Vitals | None = None) -> None:
+        self.model_name = model_name
+        self.vitals = vitals or Vitals()
+        self.draining = False  # the server is shutting down
+        self.num_open = 0  # HTTP requests that are being worked at
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineNumbers(model_name, self.vitals))
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_S + 1)  # second, tokens
+
+        soon, between, life = self._times(SOON), self._times(BETWEEN), self._times(LONG)
+        self._first_token = soon("time_to_first_token_seconds", "Time to first token in seconds.")
+        self._between = between("inter_token_latency_seconds", "Inter-token latency in seconds.")
+        self._per_token = between(
+            "request_time_per_output_token_seconds", "Time per output token of a request, in seconds."
+        )
+        self._life = life("e2e_request_latency_seconds", "End to end request latency in seconds.")
+        self._queue = life("request_queue_time_seconds", "Time spent in the waiting phase.")
+        self._prefill = life("request_prefill_time_seconds", "Time spent in the prefill phase.")
+        self._decode = life("request_decode_time_seconds", "Time spent in the decode phase.")
+        self._inference = life("request_inference_time_seconds", "Time spent in the running phase.")
+        tokens = self._times(TOKENS)
+        self._prompt_size = tokens("request_prompt_tokens", "Prompt tokens of a request.")
+        self._output_size = tokens("request_generation_tokens", "Generated tokens of a request.")
+        self._max_tokens = tokens("request_params_max_tokens", "max_tokens of a request.")
+        self._num_choices = self._times((1, 2, 5, 10, 20))("request_params_n", "n of a request.")
+        self._step_tokens = self._times(STEP_TOKENS)("iteration_tokens_total", "Tokens per engine step.")
+
+        self._prompt_tokens = self._count("vllm:prompt_tokens", "Prefill tokens processed.")
+        self._cached_tokens = self._count("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.")
+        self._output_tokens = self._count("vllm:generation_tokens", "Generation tokens processed.")
+        self._ends = Counter(
+            "vllm:request_success",
+            "Finished requests.",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self._ends.labels(model_name, reason)
+        phases = Histogram(
+            "hex_llm:phase_seconds",
+            "Time of a request in queue, prefill and decode; of the host in each step.",
+            ("model_name", "phase"),
+            buckets=PHASE,
+            registry=self.registry,
+        )
+        self._phases = {
+            name: phases.labels(model_name, name)
+            for name in ("queue", "prefill", "decode", "schedule", "dispatch", "wait")
+        }
+        self._http = Counter(
+            "hex_llm:http_requests",
+            "HTTP requests.",
+            ("method", "route", "status"),
+            registry=self.registry,
+        )
+
+    # ---- what happens
+
+    def began(self, timeline: Timeline) -> None:
+        if (mine := CURRENT.get()) is not None:
+            mine.append(timeline)
+
+    def stepped(self, stats: Stats) -> None:
+        self._phases["schedule"].observe(stats.schedule_s)
+        self._phases["dispatch"].observe(stats.dispatch_s)
+        self._phases["wait"].observe(stats.wait_s)
+        if stats.num_tokens:
+            self._step_tokens.observe(stats.num_tokens)
+
+    def got_tokens(self, timeline: Timeline, index: int, num_tokens: int, now: float) -> None:
+        if not timeline.first:
+            self._first_token.observe(now - timeline.arrived)
+            self._prompt_tokens.inc(timeline.num_prompt)
+            self._cached_tokens.inc(timeline.num_cached)
+        elif (before := timeline.last.get(index)) is not None:
+            self._between.observe(now - before)
+        self._output_tokens.inc(num_tokens)
+        second = int(now)
+        if self._recent and self._recent[-1][0] == second:
+            num_tokens += self._recent.pop()[1]
+        self._recent.append((second, num_tokens))
+
+    def ended(self, timeline: Timeline, reasons: list[str]) -> None:
+        for reason in reasons:
+            self._ends.labels(self.model_name, reason).inc()
+        self._prompt_size.observe(timeline.num_prompt)
+        self._output_size.observe(timeline.num_generated)
+        self._num_choices.observe(timeline.num_choices)
+        if timeline.max_tokens is not None:
+            self._max_tokens.observe(timeline.max_tokens)
+        self._life.observe(timeline.ended - timeline.arrived)
+        if not timeline.first:
+            return
+        prefill, decode = timeline.first - timeline.begun, timeline.latest - timeline.first
+        self._queue.observe(timeline.queued_s)
+        self._prefill.observe(prefill)
+        self._decode.observe(decode)
+        self._inference.observe(prefill + decode)
+        if timeline.num_generated > 1:
+            self._per_token.observe(decode * timeline.num_choices / (timeline.num_generated - 1))
+        for phase, seconds in (("queue", timeline.queued_s), ("prefill", prefill), ("decode", decode)):
+            self._phases[phase].observe(seconds)
+
+    def answered(self, method: str, route: str, status: int) -> None:
+        self._http.labels(method, route, status).inc()
+
+    # ---- what is told
+
+    def tokens_per_s(self) -> float:
+        """Of the last full seconds."""
+        now = time.monotonic()
+        known = [
+            count for second, count in self._recent if now - RECENT_S <= second + 1 and second < int(now)
+        ]
+        return sum(known) / RECENT_S
+
+    def now(self) -> dict[str, Any]:
+        """The state of the engine in a few numbers."""
+        stats = self.vitals.stats
+        queries = stats.num_prefix_queries
+        return {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "kv_usage": _usage(stats),
+            "prefix_hit_rate": stats.num_prefix_hits / queries if queries else None,
+            "tokens_per_s": self.tokens_per_s(),
+        }
+
+    def _times(self, buckets: tuple[float, ...]) -> Any:
+        def histogram(name: str, about: str) -> Histogram:
+            made = Histogram(f"vllm:{name}", about, ("model_name",), buckets=buckets, registry=self.registry)
+            return made.labels(self.model_name)
+
+        return histogram
+
+    def _count(self, name: str, about: str) -> Counter:
+        return Counter(name, about, ("model_name",), registry=self.registry).labels(self.model_name)
+
+
+class _EngineNumbers(Collector):
+    """What the engine told last."""
+
+    def __init__(self, model_name: str, vitals: Vitals) -> None:
+        self.model_name = model_name
+        self.vitals = vitals
+
+    def collect(self) -> Iterator[Metric]:
+        s, vitals = self.vitals.stats, self.vitals
+        for name, about, value in (
+            ("vllm:num_requests_running", "Sequences in execution.", s.num_running),
+            ("vllm:num_requests_waiting", "Sequences waiting to be processed.", s.num_waiting),
+            ("vllm:kv_cache_usage_perc", "KV-cache usage; 1 is all of it.", _usage(s)),
+            ("hex_llm:kv_blocks", "Blocks of the KV cache.", s.num_blocks),
+            ("hex_llm:kv_blocks_free", "Blocks that nobody holds.", s.num_free_blocks),
+            ("hex_llm:stalled_seconds", "How long there has been work and no step.", vitals.stalled_s),
+        ):
+            gauge = GaugeMetricFamily(name, about, labels=["model_name"])
+            gauge.add_metric([self.model_name], value)
+            yield gauge
+        for name, about, count in (
+            ("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", s.num_prefix_queries),
+            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", s.num_prefix_hits),
+            ("vllm:num_preemptions", "Preemptions.", s.num_preemptions),
+            ("hex_llm:padding_tokens", "Tokens that steps computed in vain: padding.", s.num_padding),
+            ("hex_llm:late_compiles", "Programs compiled after the warm-up.", s.num_late_compiles),
+            ("hex_llm:engine_steps", "Steps of the engine.", vitals.num_steps),
+        ):
+            counter = CounterMetricFamily(name, about, labels=["model_name"])
+            counter.add_metric([self.model_name], count)
+            yield counter
+        labels = ["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        adapters = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
+        adapters.add_metric([self.model_name, "0", "", ""], time.time())
+        yield adapters
+
+
+def _usage(stats: Stats) -> float:
+    return 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+
+
+def routes(backend: Backend, metrics: Metrics) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metrics", response_class=Response)
+    async def prometheus(request: Request) -> Response:
+        """The numbers of this server, for Prometheus."""
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(metrics.registry), headers={"content-type": kind})
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """The requests that are being worked at."""
+        return {"server_load": metrics.num_open}
+
+    @router.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """The state of the engine in a few numbers."""
+        about = {
+            "model": backend.model_name,
+            "max_model_len": backend.max_len,
+            "version": package_version(),
+        }
+        return {**metrics.now(), **about}
+
+    return router

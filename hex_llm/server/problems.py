@@ -1,0 +1,28 @@
+"""What a client is told when something goes wrong: OpenAI's error object, and the HTTP status."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull
+
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class Problem(NamedTuple):
+    status: int
+    message: str
+    param: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def problem_of(error: Exception) -> Problem:
+    """An error that is none of ours tells clients nothing."""
+    if isinstance(error, InvalidRequest):
+        return Problem(400, str(error), error.param)
+    if isinstance(error, HexError):
+        return Problem({QueueFull: 429, EngineStopped: 503}.get(type(error), 500), str(error))
+    return Problem(500, "internal error; the server's log tells more")

@@ -1,0 +1,142 @@
+"""What OpenAI's replies have in common, completions and chats, whole or in chunks: ids, usage, their frame.
+
+Not known here: what a choice says.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from hex_llm.engine.client import Generation
+from hex_llm.errors import InvalidRequest
+from hex_llm.server.backend import Backend
+from hex_llm.server.schemas import OpenAIRequest, StreamOptions
+from hex_llm.server.stream import DONE, Job, News, Pieces, encode, event, news, refuse_best_of
+from hex_llm.types import CompletionOutput, RequestOutput
+
+Fields = dict[str, Any]
+NULL = b"null"
+
+
+def head_of(backend: Backend, request: OpenAIRequest, prefix: str, kind: str) -> Fields:
+    return {
+        "id": f"{prefix}-{request.request_id or uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": backend.model_name,
+    }
+
+
+def whole(head: Fields, outputs: Sequence[RequestOutput], choices: Iterable[Fields]) -> Fields:
+    num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    prompts = [output.prompt_token_ids for output in outputs]
+    return {
+        **head,
+        "choices": [{"index": i, **choice} for i, choice in enumerate(choices)],
+        "usage": usage(prompts, num_output, sum(output.num_cached_tokens for output in outputs)),
+    }
+
+
+def usage(prompts: Iterable[Sequence[int]], num_output: int, num_cached: int) -> Fields:
+    num_prompt = sum(map(len, prompts))
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def given(fields: Mapping[str, Any]) -> Fields:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def end_of(choice: CompletionOutput) -> Fields:
+    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+
+# ---- chunks
+
+
+class Choice(Protocol):
+    """One choice while it grows."""
+
+    def add(self, news: News) -> Iterable[Fields]:
+        """What its next chunks say; nothing, where the news has nothing that a client could use."""
+
+
+class Frame:
+    """Chunks around what choices say. All but that, and maybe the usage, is the same in each: made once."""
+
+    def __init__(self, head: Fields, num_choices: int, options: StreamOptions | None, usage_at_end: bool):
+        options = options or StreamOptions()
+        self._head_fields = head
+        self._head = b'data: %b,"choices":[{"index":' % encode(head)[:-1]
+        self._every_chunk_counts = options.continuous_usage_stats
+        self._last_chunk_counts = usage_at_end and not options.include_usage
+        self._has_usage_chunk = options.include_usage
+        self._num_open = num_choices
+        self._num_output = 0
+        self._generations: dict[int, Generation] = {}
+
+    def count(self, news: News) -> None:
+        self._generations[news.job] = news.generation
+        self._num_output += len(news.delta.token_ids)
+        self._num_open -= news.delta.finish_reason is not None
+
+    def chunk(self, index: int, choice: Fields, more: bytes = b"") -> bytes:
+        """`more` is JSON of further fields of the chunk, behind a comma."""
+        is_last = self._num_open == 0 and choice["finish_reason"] is not None
+        counts = self._every_chunk_counts or (self._last_chunk_counts and is_last)
+        used = encode(self._usage()) if counts else NULL
+        return b'%b%d,%b],"usage":%b%b}\n\n' % (self._head, index, encode(choice)[1:], used, more)
+
+    def end(self) -> bytes:
+        last = event({**self._head_fields, "choices": [], "usage": self._usage()})
+        return last + DONE if self._has_usage_chunk else DONE
+
+    def _usage(self) -> Fields:
+        collectors = [generation.collector for generation in self._generations.values()]
+        num_cached = sum(collector.num_cached for collector in collectors)
+        return usage((one.request.prompt_ids for one in collectors), self._num_output, num_cached)
+
+
+async def chunks(
+    backend: Backend,
+    jobs: Sequence[Job],
+    request: OpenAIRequest,
+    head: Fields,
+    new_choice: Callable[[], Choice],
+    *,
+    opening: Callable[[Generation], Fields] | None = None,
+    usage_at_end: bool = False,
+) -> Pieces:
+    """A reply in chunks, then DONE; `opening` are further fields of the first one.
+
+    `usage_at_end`: the chunk that ends the last choice tells the usage, unless a chunk of its own will.
+    """
+    params = jobs[0].params
+    refuse_best_of(params)
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs: not together with stream", "prompt_logprobs")
+    n = params.n
+    choices = [new_choice() for _ in range(len(jobs) * n)]
+    frame = Frame(head, len(choices), request.stream_options, usage_at_end)
+    more = b""
+    async with aclosing(news(backend, jobs)) as all_news:
+        async for one in all_news:
+            frame.count(one)
+            index = one.job * n + one.delta.index
+            pieces = []
+            for said in choices[index].add(one):
+                if opening is not None:
+                    more, opening = b",%b" % encode(opening(one.generation))[1:-1], None
+                pieces.append(frame.chunk(index, said, more))
+                more = b""
+            if pieces:
+                yield b"".join(pieces)
+    yield frame.end()

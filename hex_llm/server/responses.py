@@ -1,0 +1,287 @@
+"""OpenAI's /v1/responses: a chat whose reply is a list of items, told as a whole or by events.
+
+The chat itself is chat.py's. Nothing is stored: what was answered is not known any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, HTTPException, Request, Response
+
+from hex_llm.config import ServerConfig
+from hex_llm.errors import InvalidRequest
+from hex_llm.server.backend import Backend, answer, unless_gone
+from hex_llm.server.chat import Talk, prepare
+from hex_llm.server.problems import problem_of
+from hex_llm.server.replies import Fields
+from hex_llm.server.responses_schemas import ResponsesRequest
+from hex_llm.server.stream import Job, Pieces, encode, news, streamed
+from hex_llm.types import FinishReason, RequestOutput
+
+PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+ENDS = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete"}
+ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+# The chat's names of what is at fault, and ours.
+OUR_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning",
+    "response_format": "text",
+    "structured_outputs": "text",
+}
+
+
+async def respond(backend: Backend, request: ResponsesRequest, config: ServerConfig) -> Fields:
+    async with _our_names(request):
+        chat = request.chat()
+        talk = await prepare(backend, chat, config)
+        output = await answer(backend, talk.prompt_ids, chat, talk.params)
+    growing = Growing(backend, request, talk)
+    said = output.outputs[0]
+    growing.add(said.text, talk.logprobs(said), ended=True)
+    await growing.end(output)
+    return growing.response
+
+
+class ResponseStream:
+    """The events of a response, also of one that breaks."""
+
+    def __init__(self, backend: Backend, request: ResponsesRequest, config: ServerConfig) -> None:
+        self._backend, self._request, self._config = backend, request, config
+        self._growing: Growing | None = None
+
+    async def pieces(self) -> Pieces:
+        async with _our_names(self._request):
+            chat = self._request.chat()
+            talk = await prepare(self._backend, chat, self._config)
+            growing = Growing(self._backend, self._request, talk)
+            job = Job(talk.prompt_ids, talk.params, chat.priority, chat.cache_salt)
+            async with aclosing(news(self._backend, [job])) as all_news:
+                async for _, generation, delta in all_news:
+                    first = b"" if self._growing else growing.begin()
+                    self._growing = growing
+                    ended = delta.finish_reason is not None
+                    told = growing.add(delta.text, talk.logprobs(delta), ended=ended)
+                    if first or told:
+                        yield first + told
+                    if ended:
+                        yield await growing.end(generation.output())
+
+    def broken(self, error: Exception) -> bytes:
+        assert self._growing is not None
+        return self._growing.fail(error)
+
+
+@asynccontextmanager
+async def _our_names(request: ResponsesRequest) -> AsyncIterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        ours = OUR_NAMES.get(error.param or "")
+        if ours is None or error.param in request.model_fields_set:
+            raise
+        raise InvalidRequest(f"{ours}: {str(error).removeprefix(f'{error.param}: ')}", ours) from error
+
+
+class Growing:
+    """One response while it grows: the events that tell it, and at last the whole."""
+
+    def __init__(self, backend: Backend, request: ResponsesRequest, talk: Talk) -> None:
+        self.response = _head(backend, request, talk)
+        self._talk = talk
+        self._reader = talk.reader()
+        self._reasoning: list[str] = []
+        self._num_events = 0
+        self._item: Fields | None = None  # that is open
+        self._call_index = -1
+        self._texts: list[str] = []  # of the open item
+        self._logprobs: list[Fields] = []  # of the open item
+        self._new_logprobs: list[Fields] = []  # not told yet
+
+    def begin(self) -> bytes:
+        return self._event("created", response=self.response) + self._event(
+            "in_progress", response=self.response
+        )
+
+    def add(self, text: str, logprobs: Fields | None, *, ended: bool) -> bytes:
+        self._new_logprobs += (logprobs or {}).get("content", ())
+        found = self._reader.add(text, ended=ended)
+        events: list[bytes] = []
+        if "reasoning" in found:
+            self._reasoning.append(found["reasoning"])
+            events += self._say("reasoning", found["reasoning"])
+        if "content" in found:
+            events += self._say("message", found["content"])
+        for call in found.get("tool_calls", ()):
+            events += self._call(call)
+        return b"".join(events)
+
+    async def end(self, output: RequestOutput) -> bytes:
+        said = output.outputs[0]
+        assert said.finish_reason is not None
+        status = ENDS.get(said.finish_reason, "cancelled")
+        events = list(self._close(status if status == "completed" else "incomplete"))
+        if not self.response["output"]:  # a reply without words is one
+            events += [*self._open("message"), *self._close("completed")]
+        self.response["status"] = status
+        if said.finish_reason is FinishReason.LENGTH:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response["usage"] = await self._usage(output)
+        last = "completed" if status == "completed" else "incomplete"
+        return b"".join([*events, self._event(last, response=self.response)])
+
+    def fail(self, error: Exception) -> bytes:
+        problem = problem_of(error)
+        code = ERROR_CODES.get(problem.status, "server_error")
+        self.response |= {"status": "failed", "error": {"code": code, "message": problem.message}}
+        return self._event("failed", response=self.response)
+
+    # ---- items
+
+    def _say(self, kind: str, text: str) -> Iterator[bytes]:
+        if self._item is None or self._item["type"] != kind:
+            yield from self._close("completed")
+            yield from self._open(kind)
+        known: Fields = {"logprobs": self._new_logprobs} if kind == "message" else {}
+        yield self._event(f"{PARTS[kind]}.delta", **self._where(), content_index=0, delta=text, **known)
+        self._texts.append(text)
+        self._logprobs += self._new_logprobs
+        self._new_logprobs = []
+
+    def _call(self, delta: Fields) -> Iterator[bytes]:
+        function = delta["function"]
+        if delta["index"] != self._call_index:
+            yield from self._close("completed")
+            self._call_index = delta["index"]
+            yield from self._open("function_call", call_id=delta["id"], name=function["name"], arguments="")
+        if function["arguments"]:
+            self._texts.append(function["arguments"])
+            yield self._event("function_call_arguments.delta", **self._where(), delta=function["arguments"])
+
+    def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
+        if kind == "message":
+            fields = {"role": "assistant", "content": []}
+        elif kind == "reasoning":
+            fields = {"summary": [], "content": []}
+        self._item = {"id": new_id(PREFIXES[kind]), "type": kind, "status": "in_progress", **fields}
+        self.response["output"].append(self._item)
+        self._texts, self._logprobs = [], []
+        yield self._event("output_item.added", output_index=self._where()["output_index"], item=self._item)
+        if kind in PARTS:
+            yield self._event("content_part.added", **self._where(), content_index=0, part=self._part())
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        item = self._item
+        if item is None:
+            return
+        text, where = "".join(self._texts), self._where()
+        if item["type"] in PARTS:
+            self._logprobs += self._new_logprobs
+            kind, part = PARTS[item["type"]], self._part()
+            item["content"] = [part]
+            known: Fields = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+            yield self._event(f"{kind}.done", **where, content_index=0, text=text, **known)
+            yield self._event("content_part.done", **where, content_index=0, part=part)
+        else:
+            item["arguments"] = text
+            yield self._event("function_call_arguments.done", **where, name=item["name"], arguments=text)
+        item["status"] = status
+        self._item, self._new_logprobs = None, []
+        yield self._event("output_item.done", output_index=where["output_index"], item=item)
+
+    def _part(self) -> Fields:
+        assert self._item is not None
+        text = {"type": PARTS[self._item["type"]], "text": "".join(self._texts)}
+        more = {"annotations": [], "logprobs": self._logprobs}
+        return text | more if self._item["type"] == "message" else text
+
+    def _where(self) -> Fields:
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        """Encoded at once: what it tells will grow."""
+        name = f"response.{kind}"
+        data = encode({"type": name, "sequence_number": self._num_events, **fields})
+        self._num_events += 1
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+    async def _usage(self, output: RequestOutput) -> Fields:
+        num_prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+        num_thought = 0
+        if reasoning := "".join(self._reasoning):  # counted without its tags
+            encode_text = self._talk.tokenizer.encode
+            num_thought = len(await asyncio.to_thread(encode_text, reasoning, add_special_tokens=False))
+        return {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": min(num_thought, num_output)},
+            "total_tokens": num_prompt + num_output,
+        }
+
+
+def _head(backend: Backend, request: ResponsesRequest, talk: Talk) -> Fields:
+    """What a response tells of its request, and of itself before it has begun."""
+    wanted = request.text.format
+    written = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_unset=True)
+    return {
+        "id": f"resp_{request.request_id}" if request.request_id else new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata,
+        "model": backend.model_name,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": request.reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": talk.params.temperature,
+        "text": {"format": written},
+        "tool_choice": request.model_dump(include={"tool_choice"})["tool_choice"],
+        "tools": [tool.model_dump() for tool in request.tools],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": talk.params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": request.user or None,
+    }
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def routes(backend: Backend, config: ServerConfig) -> APIRouter:
+    router = APIRouter(prefix="/v1/responses")
+
+    @router.post("")
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        if body.stream:
+            stream = ResponseStream(backend, body, config)
+            return await streamed(request, stream.pieces(), broken=stream.broken)
+        return await unless_gone(request, respond(backend, body, config))
+
+    @router.get("/{response_id}")
+    @router.delete("/{response_id}")
+    @router.get("/{response_id}/input_items")
+    @router.post("/{response_id}/cancel")
+    async def stored_response(response_id: str) -> Response:
+        raise HTTPException(404, "responses are not stored here, so none can be found")
+
+    return router

@@ -1,0 +1,224 @@
+"""The body of OpenAI's /v1/responses, and the chat that it asks for.
+
+Nothing is stored here, so a request must bring the whole conversation.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from hex_llm.errors import InvalidRequest
+from hex_llm.server.body import Body, NamedSchema, Whole, parse, told
+from hex_llm.server.messages import Function
+from hex_llm.server.schemas import ChatRequest, OpenAIRequest
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Message = dict[str, Any]  # of a chat
+
+NOT_STORED = told("responses are not stored here: send the whole conversation as input")
+# Of a chat, which the rest is passed on to as it is.
+NOT_OF_RESPONSES = ("best_of", "max_tokens", "n", "prompt_logprobs", "response_format", "return_token_ids")
+LOGPROBS = "message.output_text.logprobs"
+
+# ---- the conversation
+
+
+class TextPart(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] = Field([])
+    logprobs: list[Any] = Field([])
+
+
+Texts = Annotated[
+    str | Annotated[list[TextPart], Field(fail_fast=True)],
+    told('must be a text or a list of {"type": "input_text", "text": ...}'),
+]
+
+
+def _plain(content: Texts) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class Item(Body):
+    """Those that a reply had may come back with its ids and states."""
+
+    id: str = ""
+    status: str = ""
+
+    def add_to(self, messages: list[Message]) -> None:
+        raise NotImplementedError
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Texts
+
+    def add_to(self, messages: list[Message]) -> None:
+        content = _plain(self.content)
+        if self.role == "assistant" and messages and _only_reasons(messages[-1]):
+            messages[-1]["content"] = content
+        else:
+            messages.append({"role": self.role, "content": content})
+
+
+def _only_reasons(message: Message) -> bool:
+    return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    summary: list[Any] = Field([])
+    content: list[ReasoningText] = Field([])
+
+    def add_to(self, messages: list[Message]) -> None:
+        reasoning = "\n".join(part.text for part in self.content)
+        messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
+
+
+class CallItem(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+    def add_to(self, messages: list[Message]) -> None:
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        function = {"name": self.name, "arguments": self.arguments}
+        calls = messages[-1].setdefault("tool_calls", [])
+        calls.append({"id": self.call_id, "type": "function", "function": function})
+
+
+class CallOutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Texts
+
+    def add_to(self, messages: list[Message]) -> None:
+        messages.append({"role": "tool", "content": _plain(self.output), "tool_call_id": self.call_id})
+
+
+def _type_of(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else None
+
+
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")],
+    Discriminator(
+        _type_of,
+        custom_error_type="item",
+        custom_error_message="must be a message, reasoning, a function_call or a function_call_output",
+    ),
+]
+
+# ---- the rest
+
+
+class Format(NamedSchema):
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextConfig(Body):
+    format: Format | None = None
+
+
+class Reasoning(Body):
+    effort: Effort | None = None
+    summary: Annotated[Literal["auto"], told("auto is the only one: none")] = "auto"
+
+
+class FunctionTool(Function):
+    type: Literal["function"]
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: str
+
+
+class StreamOptions(Body):
+    pass
+
+
+class ResponsesRequest(OpenAIRequest):
+    """Also takes vLLM's further fields for sampling."""
+
+    input: str | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Whole | None = None
+    text: TextConfig = Field(TextConfig())
+    reasoning: Reasoning = Field(Reasoning())
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field([])
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction,
+        told('must be none, auto, required or {"type": "function", "name": ...}'),
+    ] = "auto"
+    parallel_tool_calls: bool = True
+    metadata: dict[str, str] = Field({})
+    chat_template_kwargs: dict[str, Any] = Field({})
+    # Reasoning is told in the clear, so clients that want it back, encrypted, have what they need.
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([])
+    top_logprobs: Whole | None = None
+    stream_options: StreamOptions | None = None  # type: ignore[assignment]
+    background: Annotated[Literal[False], NOT_STORED] = False
+    previous_response_id: Annotated[None, NOT_STORED] = None
+    conversation: Annotated[None, NOT_STORED] = None
+    prompt: Annotated[None, NOT_STORED] = None
+    truncation: Literal["disabled"] = "disabled"
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        super().describe(schema)
+        for name in NOT_OF_RESPONSES:
+            del schema["properties"][name]
+
+    def chat(self) -> ChatRequest:
+        for name in NOT_OF_RESPONSES:
+            if name in self.model_fields_set:
+                raise InvalidRequest(f"{name}: not a field of responses", name)
+        shared = self.model_fields_set & ChatRequest.model_fields.keys() - {"stream", "stream_options"}
+        fields = {
+            **{name: getattr(self, name) for name in shared},
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": self._format(),
+            "tools": [_tool(tool) for tool in self.tools],
+            "tool_choice": self._choice(),
+            "logprobs": LOGPROBS in self.include,
+            "reasoning_effort": self.reasoning.effort,
+        }
+        return parse(ChatRequest, fields)
+
+    def _messages(self) -> list[Message]:
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            item.add_to(messages)
+        return messages
+
+    def _format(self) -> dict[str, Any] | None:
+        wanted = self.text.format
+        if wanted is None or wanted.type != "json_schema":
+            return None if wanted is None else {"type": wanted.type}
+        return {"type": wanted.type, "json_schema": wanted.model_dump(by_alias=True, exclude={"type"})}
+
+    def _choice(self) -> Any:
+        choice = self.tool_choice
+        return choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"})}

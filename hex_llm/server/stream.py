@@ -1,0 +1,194 @@
+"""Replies that are sent while they are made, whatever they say: server-sent events, or other pieces.
+
+A reply begins when its first piece is there: what fails before that is a plain HTTP error. Once begun it
+always ends with a terminal piece, its own or the one that tells what broke it. A client that goes away closes
+what makes the pieces, at once, and that aborts its requests. Not known here: what is in a piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from hex_llm.engine.client import Generation
+from hex_llm.engine.outputs import Delta
+from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.sampling_params import SamplingParams
+from hex_llm.server.backend import Backend
+from hex_llm.server.problems import problem_of
+from hex_llm.types import FinishReason
+
+log = logging.getLogger(__name__)
+
+encode = msgspec.json.Encoder().encode
+Pieces = AsyncGenerator[bytes, None]
+EVENTS = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+# Proxies must pass on each piece as it comes; the second is for nginx.
+HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
+
+
+def event(data: Any) -> bytes:
+    return b"data: %b\n\n" % encode(data)
+
+
+def openai_end(error: Exception) -> bytes:
+    """The end of OpenAI's streams that break."""
+    return event(problem_of(error).body()) + DONE
+
+
+# ---- what the engine says
+
+
+class Job(NamedTuple):
+    """What `Backend.generate` takes."""
+
+    prompt: str | Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class News(NamedTuple):
+    job: int  # its number
+    generation: Generation
+    delta: Delta
+
+
+async def news(backend: Backend, jobs: Sequence[Job]) -> AsyncGenerator[News, None]:
+    """What is new in the answers to all jobs, as it comes; of one choice in its order.
+
+    Closing it aborts what is still running; use `aclosing`. Raises the error of the first choice that fails.
+    Jobs must have passed `refuse_best_of`.
+    """
+    async with AsyncExitStack() as stack:
+        generations = []
+        for prompt, params, priority, cache_salt in jobs:
+            generating = backend.generate(prompt, params, priority=priority, cache_salt=cache_salt)
+            generations.append(await stack.enter_async_context(generating))
+        async with aclosing(_merged(generations)) as deltas:
+            async for number, delta in deltas:
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise _error_of(generations[number], delta)
+                yield News(number, generations[number], delta)
+
+
+def refuse_best_of(params: SamplingParams) -> None:
+    if params.num_choices > params.n:
+        raise InvalidRequest(
+            "best_of: which choices are the best is known only at the end, so they cannot be streamed",
+            "best_of",
+        )
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta], None]:
+    if len(generations) == 1:
+        async for delta in generations[0]:
+            yield 0, delta
+        return
+    # Small: what is not read soon is put together where it comes from.
+    queue: asyncio.Queue[tuple[int, Delta] | HexError | None] = asyncio.Queue(len(generations))
+
+    async def pump(number: int, generation: Generation) -> None:
+        try:
+            async for delta in generation:
+                await queue.put((number, delta))
+            await queue.put(None)
+        except HexError as error:
+            await queue.put(error)
+
+    pumps = [asyncio.create_task(pump(*one)) for one in enumerate(generations)]
+    num_open = len(pumps)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, HexError):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+
+
+def _error_of(generation: Generation, delta: Delta) -> HexError:
+    at_fault = generation.output().outputs[delta.index].error_param
+    return HexError(delta.error) if at_fault is None else InvalidRequest(delta.error, at_fault)
+
+
+# ---- what the client gets
+
+
+async def streamed(
+    request: Request,
+    pieces: Pieces,
+    *,
+    broken: Callable[[Exception], bytes] = openai_end,
+    media_type: str = EVENTS,
+) -> Response:
+    """A reply of `pieces`, of which the last must be the terminal one; `broken` makes it after an error.
+
+    Waits for the first piece, and raises what is raised instead of it.
+    """
+    gone = asyncio.ensure_future(_client_leaves(request))
+    first = asyncio.ensure_future(anext(pieces, b""))
+    try:
+        await asyncio.wait((first, gone), return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            return _Streamed(_all(first.result(), pieces, broken), gone, media_type)
+        return Response(status_code=499)  # as unless_gone
+    except BaseException:
+        gone.cancel()
+        raise
+    finally:
+        first.cancel()  # which closes what it waits for
+
+
+async def _all(first: bytes, pieces: Pieces, broken: Callable[[Exception], bytes]) -> Pieces:
+    async with aclosing(pieces):
+        yield first
+        try:
+            async for piece in pieces:
+                yield piece
+        except Exception as error:
+            if not isinstance(error, HexError):
+                log.exception("a stream broke")
+            yield broken(error)
+
+
+class _Streamed(StreamingResponse):
+    """Starlette's own may leave what makes the pieces waiting for its next reader, who will not come."""
+
+    def __init__(self, pieces: Pieces, gone: asyncio.Future[None], media_type: str) -> None:
+        super().__init__(pieces, headers=HEADERS, media_type=media_type)
+        self.pieces = pieces
+        self.gone = gone
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        try:
+            await asyncio.wait((sending, self.gone), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            sending.cancel()
+            self.gone.cancel()
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self.pieces):
+            await self.stream_response(send)
+
+
+async def _client_leaves(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,374 @@
+"""TGI's routes: /generate with `inputs` (handed over by vertex.py), /generate_stream, /, /info, /invocations.
+
+Replies, events, headers and errors are TGI's. Unlike there, no parameter is dropped: each acts or is refused
+by its name. What a request asks of the engine, tgi_schemas knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+
+from hex_llm.config import ServerConfig
+from hex_llm.engine.client import Generation
+from hex_llm.errors import HexError, InvalidRequest, QueueFull
+from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
+from hex_llm.server.backend import Backend, unless_gone
+from hex_llm.server.body import invalid, parse
+from hex_llm.server.chat import chat, stream_chat
+from hex_llm.server.logprobs import finite
+from hex_llm.server.openai import complete, stream_completion
+from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, CompletionRequest
+from hex_llm.server.stream import Pieces, event, streamed
+from hex_llm.server.tgi_schemas import MAX_NEW_TOKENS, MAX_SEED, MAX_STOPS, GenerateRequest, in_their_words
+from hex_llm.text.detokenize import Detokenizer
+from hex_llm.text.tokenizer import Tokenizer
+from hex_llm.types import CompletionOutput, FinishReason, Logprobs, RequestOutput
+
+COMPUTE_TYPE = "xla+optimized"
+Json = dict[str, Any]
+
+
+class Incomplete(HexError):
+    """The engine ended a choice before its end."""
+
+
+# ---- errors
+
+
+def problem_of(error: Exception) -> tuple[int, Json]:
+    """The HTTP status and the body; an error that is none of ours tells clients nothing."""
+    match error:
+        case InvalidRequest():
+            status, kind, message = 422, "validation", f"Input validation error: {in_their_words(error)}"
+        case QueueFull():
+            status, kind, message = 429, "overloaded", "Model is overloaded"
+        case Incomplete():
+            status, kind, message = 500, "incomplete_generation", "Incomplete generation"
+        case HexError():
+            status, kind, message = 424, "generation", f"Request failed during generation: {error}"
+        case _:
+            status, kind, message = 500, "internal", "internal error; the server's log tells more"
+    return status, {"error": message, "error_type": kind}
+
+
+async def in_their_shape(work: Awaitable[Response]) -> Response:
+    try:
+        return await work
+    except RequestValidationError as error:
+        problem: HexError = invalid([{**one, "loc": one["loc"][1:]} for one in error.errors()[:1]])
+    except HexError as error:
+        problem = error
+    status, body = problem_of(problem)
+    return JSONResponse(body, status, {"Retry-After": "5"} if status == 429 else None)
+
+
+class TgiRoute(APIRoute):
+    """A route that tells its errors as TGI does."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def told(request: Request) -> Response:
+            return await in_their_shape(handler(request))
+
+        return told
+
+
+# ---- one request
+
+
+@asynccontextmanager
+async def _started(
+    backend: Backend, request: GenerateRequest, params: SamplingParams
+) -> AsyncIterator[tuple[Generation, Tokenizer]]:
+    tokenizer = backend.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest("inputs: this server has no tokenizer (--skip_tokenizer_init)", "inputs")
+    if not request.inputs:
+        raise InvalidRequest("`inputs` cannot be empty", "inputs")
+    async with backend.generate(request.inputs, params) as generation:
+        num_input, wanted = len(generation.collector.request.prompt_ids), request.parameters.max_new_tokens
+        if wanted is not None and num_input + wanted > backend.max_len:
+            raise InvalidRequest(
+                f"`inputs` tokens + `max_new_tokens` must be <= {backend.max_len}. "
+                f"Given: {num_input} `inputs` tokens and {wanted} `max_new_tokens`",
+                "max_new_tokens",
+            )
+        yield generation, tokenizer
+
+
+def _check_end(output: RequestOutput) -> None:
+    for choice in output.outputs:
+        if choice.finish_reason is FinishReason.ERROR:
+            at_fault = choice.error_param
+            raise HexError(choice.error) if at_fault is None else InvalidRequest(choice.error, at_fault)
+        if choice.finish_reason is FinishReason.ABORT:
+            raise Incomplete
+
+
+class Reply(NamedTuple):
+    body: Json
+    headers: dict[str, str]
+
+
+async def generate(
+    backend: Backend, request: GenerateRequest, *, full: bool = False, max_tokens: int | None = MAX_NEW_TOKENS
+) -> Reply:
+    """`full`: the text begins with the prompt, unless the request says otherwise."""
+    begun = time.monotonic()
+    params = request.parameters.params(max_tokens=max_tokens)
+    async with _started(backend, request, params) as (generation, tokenizer):
+        queued = time.monotonic()
+        await generation.until_end()
+    output = await asyncio.to_thread(generation.output)
+    _check_end(output)
+    best, *others = _best_first(output.outputs)
+    body: Json = {"generated_text": _text(request, best, full)}
+    if request.parameters.details or request.parameters.decoder_input_details:
+        describe = _Describer(tokenizer, request, params, output)
+        body["details"] = describe.choice(best)
+        if others:
+            body["details"]["best_of_sequences"] = [
+                {"generated_text": _text(request, one, full), **describe.choice(one)} for one in others
+            ]
+    return Reply(body, _headers(request, output, best, begun, queued))
+
+
+def _best_first(choices: list[CompletionOutput]) -> list[CompletionOutput]:
+    """The choice with the likeliest mean token, then the others as they are."""
+    best = max(choices, key=lambda one: (one.cumulative_logprob or 0.0) / max(len(one.token_ids), 1))
+    return [best, *(one for one in choices if one is not best)]
+
+
+def _text(request: GenerateRequest, choice: CompletionOutput, full: bool) -> str:
+    wanted = request.parameters.return_full_text
+    return (request.inputs if (full if wanted is None else wanted) else "") + choice.text
+
+
+def _headers(
+    request: GenerateRequest, output: RequestOutput, choice: CompletionOutput, begun: float, queued: float
+) -> dict[str, str]:
+    """In milliseconds, but for x-compute-time. The wait in the engine's queue counts as inference."""
+    now = time.monotonic()
+    num_tokens = len(choice.token_ids)
+    times = {
+        "total": now - begun,
+        "validation": queued - begun,
+        "queue": 0.0,
+        "inference": now - queued,
+    }
+    return {
+        **_first_headers(request),
+        "x-compute-time": str(now - begun),
+        **{f"x-{name}-time": str(int(seconds * 1000)) for name, seconds in times.items()},
+        "x-time-per-token": str(int((now - queued) * 1000 / max(num_tokens, 1))),
+        "x-prompt-tokens": str(len(output.prompt_token_ids)),
+        "x-generated-tokens": str(num_tokens),
+    }
+
+
+def _first_headers(request: GenerateRequest) -> dict[str, str]:
+    return {"x-compute-type": COMPUTE_TYPE, "x-compute-characters": str(len(request.inputs))}
+
+
+# ---- details
+
+
+def _finish_reason(choice: CompletionOutput) -> str:
+    if choice.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "stop_sequence" if isinstance(choice.stop_reason, str) else "eos_token"
+
+
+class _Describer:
+    """Tokens and choices of one request in TGI's shape."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, request: GenerateRequest, params: SamplingParams, output: RequestOutput
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.params = params
+        self.num_top = request.parameters.top_n_tokens
+        self.output = output
+
+    def texts(self) -> Callable[[int, bool], str]:
+        """What each next token adds to the text, special or not; half a character adds nothing yet."""
+        shown = Detokenizer(
+            self.tokenizer, SamplingParams(skip_special_tokens=False), self.output.prompt_token_ids
+        )
+        return lambda token_id, ended: shown.add([token_id], ended=ended)
+
+    def token(self, token_id: int, text: str, logprob: float) -> Json:
+        data = self.tokenizer.codec.token_bytes
+        special = not data(token_id, True) and bool(data(token_id, False))
+        return {"id": token_id, "text": text, "logprob": finite(logprob), "special": special}
+
+    def likeliest(self, known: Logprobs) -> list[Json]:
+        ranked = sorted((one.rank, i, one) for i, one in known.items() if one.rank <= self.num_top)
+        return [self.token(i, one.decoded_token or "", one.logprob) for _, i, one in ranked]
+
+    def choice(self, choice: CompletionOutput) -> Json:
+        assert choice.logprobs is not None
+        told: Json = {**self.end(choice), "prefill": list(self.prefill()), "tokens": []}
+        text_of, last = self.texts(), len(choice.token_ids) - 1
+        for i, token_id in enumerate(choice.token_ids):
+            logprob = choice.logprobs[i][token_id].logprob
+            told["tokens"].append(self.token(token_id, text_of(token_id, i == last), logprob))
+        if self.num_top:
+            told["top_tokens"] = [self.likeliest(known) for known in choice.logprobs]
+        return told
+
+    def end(self, choice: CompletionOutput) -> Json:
+        assert self.params.seed is not None
+        # The engine gives the i-th choice the seed plus i, so each can be had again alone.
+        seed = (self.params.seed + choice.index) % MAX_SEED if self.params.temperature > 0 else None
+        return {
+            "finish_reason": _finish_reason(choice),
+            "generated_tokens": len(choice.token_ids),
+            "seed": seed,
+        }
+
+    def prefill(self) -> Iterator[Json]:
+        """Nothing precedes the first token, so it has no log-probability."""
+        for i, known in zip(self.output.prompt_token_ids, self.output.prompt_logprobs or (), strict=False):
+            logprob = None if known is None else finite(known[i].logprob)
+            yield {"id": i, "text": self.tokenizer.shown(i), "logprob": logprob}
+
+
+# ---- streams
+
+
+async def events(backend: Backend, request: GenerateRequest, *, full: bool = False) -> Pieces:
+    params = request.parameters.params(streamed=True)
+    async with _started(backend, request, params) as (generation, tokenizer):
+        describe = _Describer(tokenizer, request, params, generation.output())
+        text_of, index = describe.texts(), 0
+        async for delta in generation:
+            assert delta.logprobs is not None
+            end, last = NOT_ENDED, -1
+            if delta.finish_reason is not None:
+                end, last = _end(describe, request, generation.output(), full), len(delta.token_ids) - 1
+            for i, (token_id, known) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
+                index += 1
+                token = describe.token(token_id, text_of(token_id, i == last), known[token_id].logprob)
+                top = {"top_tokens": describe.likeliest(known)} if describe.num_top else {}
+                yield event({"index": index, "token": token, **top, **(end if i == last else NOT_ENDED)})
+            if end is not NOT_ENDED and last < 0:  # ended without a token, but an event must bear one
+                yield event({"index": index + 1, "token": NO_TOKEN, **end})
+
+
+NOT_ENDED: Json = {"generated_text": None, "details": None}
+NO_TOKEN: Json = {"id": 0, "text": "", "logprob": 0.0, "special": True}
+
+
+def _end(describe: _Describer, request: GenerateRequest, output: RequestOutput, full: bool) -> Json:
+    _check_end(output)
+    (choice,) = output.outputs
+    details = {**describe.end(choice), "input_length": len(output.prompt_token_ids)}
+    asked = request.parameters.details
+    return {"generated_text": _text(request, choice, full), "details": details if asked else None}
+
+
+async def streamed_reply(
+    backend: Backend, request: Request, body: GenerateRequest, *, full: bool = False
+) -> Response:
+    reply = await streamed(
+        request, events(backend, body, full=full), broken=lambda error: event(problem_of(error)[1])
+    )
+    reply.headers.update(_first_headers(body))
+    return reply
+
+
+async def whole_reply(
+    backend: Backend, request: Request, body: GenerateRequest, *, full: bool = False, as_list: bool = False
+) -> Response:
+    headers: dict[str, str] = {}
+
+    async def work() -> Any:
+        answer = await generate(backend, body, full=full)
+        headers.update(answer.headers)
+        return [answer.body] if as_list else answer.body
+
+    reply = await unless_gone(request, work())
+    reply.headers.update(headers)
+    return reply
+
+
+async def respond(backend: Backend, request: Request, values: Any) -> Response:
+    """To POST /generate with `inputs`; raises what is wrong."""
+    body = parse(GenerateRequest, values)
+    return await (streamed_reply if body.stream else whole_reply)(backend, request, body)
+
+
+# ---- routes
+
+
+def package_version() -> str:
+    try:
+        return version("hex-llm")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def info(backend: Backend) -> Json:
+    return {
+        "model_id": backend.model_name,
+        "model_sha": None,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": None,  # the engine's queue is told by /metrics
+        "max_best_of": MAX_CHOICES,
+        "max_stop_sequences": MAX_STOPS,
+        "max_input_tokens": backend.max_len - 1,
+        "max_total_tokens": backend.max_len,
+        "validation_workers": 1,
+        "max_client_batch_size": MAX_PROMPTS,
+        "router": "hex_llm",
+        "version": package_version(),
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def routes(backend: Backend, config: ServerConfig) -> APIRouter:
+    router = APIRouter(route_class=TgiRoute)
+
+    @router.get("/info")
+    async def tgi_info() -> Json:
+        return info(backend)
+
+    @router.post("/generate_stream")
+    async def generate_stream(body: GenerateRequest, request: Request) -> Response:
+        return await streamed_reply(backend, request, body)
+
+    @router.post("/")
+    async def compatible(body: GenerateRequest, request: Request) -> Response:
+        """As the older inference API did, it begins with the prompt and wraps the reply in a list."""
+        if body.stream:
+            return await streamed_reply(backend, request, body, full=True)
+        return await whole_reply(backend, request, body, full=True, as_list=True)
+
+    @router.post("/invocations")
+    async def sagemaker(body: Json, request: Request) -> Response:
+        if "messages" in body:
+            talk = parse(ChatRequest, body)
+            if talk.stream:
+                return await streamed(request, stream_chat(backend, talk, config))
+            return await unless_gone(request, chat(backend, talk, config))
+        if "prompt" in body:
+            completion = parse(CompletionRequest, body)
+            if completion.stream:
+                return await streamed(request, stream_completion(backend, completion))
+            return await unless_gone(request, complete(backend, completion))
+        return await compatible(parse(GenerateRequest, body), request)
+
+    return router

@@ -1,0 +1,179 @@
+"""The bodies of TGI's routes, and what they mean to the engine. Names, limits and their words are TGI's."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hex_llm.errors import InvalidRequest
+from hex_llm.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from hex_llm.server.body import Body, NamedSchema, Texts, Whole, json_text, parse
+from hex_llm.server.schemas import describe_limits
+
+MAX_STOPS = 4
+MAX_NEW_TOKENS = 100  # where a request does not say
+MAX_SEED = 2**64
+OURS_BY_THEIRS = {
+    "inputs": "prompt",
+    "max_new_tokens": "max_tokens",
+    "truncate": "truncate_prompt_tokens",
+    "grammar": "structured_outputs",
+}
+THEIRS_BY_OURS = {ours: theirs for theirs, ours in OURS_BY_THEIRS.items()}
+
+
+class Grammar(Body):
+    type: Literal["json", "json_object", "regex", "json_schema"]
+    value: Any
+
+    def wanted(self) -> StructuredOutputs:
+        if self.type == "json_schema":
+            return StructuredOutputs(json=json_text(parse(NamedSchema, self.value, "grammar.value.").schema_))
+        if self.type == "regex":
+            return StructuredOutputs(regex=self.value)
+        if not isinstance(self.value, dict | str):
+            raise InvalidRequest("grammar.value: must be a JSON schema, as an object or as a text", "grammar")
+        return StructuredOutputs(json=json_text(self.value))
+
+
+class Parameters(Body):
+    best_of: Whole = 1
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: Whole | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    do_sample: bool = False
+    max_new_tokens: Whole | None = None
+    return_full_text: bool | None = None
+    stop: Texts = Field(default=[])
+    truncate: Whole | None = None
+    watermark: bool = False
+    details: bool = False
+    decoder_input_details: bool = False
+    seed: Whole | None = None
+    top_n_tokens: Whole = 0
+    grammar: Grammar | None = None
+    adapter_id: str | None = None
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        describe_limits(schema)
+        schema["properties"]["seed"] |= {"minimum": 0, "maximum": MAX_SEED - 1}
+        schema["properties"]["max_new_tokens"]["minimum"] = 1
+        schema["properties"]["truncate"]["minimum"] = 1
+        schema["properties"]["top_n_tokens"] |= {"minimum": 0, "maximum": MAX_LOGPROBS}
+
+    @property
+    def samples(self) -> bool:
+        """Who sends one of these means it, whether or not do_sample is there too."""
+        asked = (self.temperature, self.top_k, self.top_p, self.typical_p)
+        return self.do_sample or any(one is not None for one in asked)
+
+    def params(self, *, streamed: bool = False, max_tokens: int | None = MAX_NEW_TOKENS) -> SamplingParams:
+        """Raises InvalidRequest. A seed is drawn where there is none, so that a reply can name it.
+
+        `max_tokens` is for a request that does not say; None: as long as it gets.
+        """
+        self._check(streamed)
+        given = {
+            ours: value
+            for ours in ("repetition_penalty", "frequency_penalty", "top_k", "top_p", "typical_p")
+            if (value := getattr(self, ours)) is not None
+        }
+        told = self.details or self.decoder_input_details or streamed or self.best_of > 1
+        return SamplingParams(
+            **given,
+            n=self.best_of,
+            temperature=self._temperature(),
+            seed=_signed(secrets.randbits(53) if self.seed is None else self.seed),
+            max_tokens=self.max_new_tokens or max_tokens,
+            stop=tuple(self.stop),
+            include_stop_str_in_output=True,  # TGI leaves them there
+            logprobs=self.top_n_tokens if told else None,
+            prompt_logprobs=0 if self.decoder_input_details else None,
+            truncate_prompt_tokens=self.truncate,
+            structured_outputs=None if self.grammar is None else self.grammar.wanted(),
+        )
+
+    def _temperature(self) -> float:
+        if self.temperature is not None:
+            return self.temperature
+        return 1.0 if self.samples else 0.0
+
+    def _check(self, streamed: bool) -> None:
+        rules = {
+            "watermark": (self.watermark, "`watermark` is not built"),
+            "adapter_id": (self.adapter_id is not None, "`adapter_id`: adapters are not built yet"),
+            "max_new_tokens": (
+                self.max_new_tokens is not None and self.max_new_tokens < 1,
+                "`max_new_tokens` must be strictly positive",
+            ),
+            "truncate": (
+                self.truncate is not None and self.truncate < 1,
+                f"`truncate` must be strictly positive. Given: {self.truncate}",
+            ),
+            "stop": (
+                len(self.stop) > MAX_STOPS,
+                f"`stop` supports up to {MAX_STOPS} stop sequences. Given: {len(self.stop)}",
+            ),
+            "top_n_tokens": (
+                not 0 <= self.top_n_tokens <= MAX_LOGPROBS,
+                f"`top_n_tokens` must be >= 0 and <= {MAX_LOGPROBS}. Given: {self.top_n_tokens}",
+            ),
+            "seed": (
+                self.seed is not None and not 0 <= self.seed < MAX_SEED,
+                f"`seed` must be >= 0 and < {MAX_SEED}",
+            ),
+        }
+        for name, (wrong, message) in rules.items():
+            if wrong:
+                raise InvalidRequest(message, name)
+        self._check_best_of(streamed)
+
+    def _check_best_of(self, streamed: bool) -> None:
+        several = self.best_of > 1
+        rules = {
+            f"`best_of` must be > 0 and <= {MAX_CHOICES}. Given: {self.best_of}": (
+                not 0 < self.best_of <= MAX_CHOICES
+            ),
+            "you must use sampling when `best_of` is > 1": several and not self.samples,
+            "`seed` must not be set when `best_of` > 1": several and self.seed is not None,
+            "`best_of` != 1 is not supported when streaming tokens": several and streamed,
+        }
+        for message, wrong in rules.items():
+            if wrong:
+                raise InvalidRequest(message, "best_of")
+        if streamed and self.decoder_input_details:
+            raise InvalidRequest(
+                "`decoder_input_details` == true is not supported when streaming tokens",
+                "decoder_input_details",
+            )
+
+
+class GenerateRequest(Body):
+    inputs: Annotated[str, Field(json_schema_extra={"minLength": 1})]
+    # As in TGI, a request that says nothing at all samples; one with parameters says whether it does.
+    parameters: Parameters = Parameters(do_sample=True)
+    stream: bool = False
+
+
+class TokenizeRequest(Body):
+    inputs: str
+    add_special_tokens: bool = True
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits in the range that SamplingParams takes."""
+    return seed - MAX_SEED if seed >= MAX_SEED // 2 else seed
+
+
+def in_their_words(problem: InvalidRequest) -> InvalidRequest:
+    """A fault that the engine found, told by the name that the client knows."""
+    theirs = THEIRS_BY_OURS.get(problem.param or "")
+    if theirs is None:
+        return problem
+    return InvalidRequest(str(problem).replace(str(problem.param), theirs, 1), theirs)
