@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -109,25 +110,33 @@ def _without_quantization(config: transformers.PretrainedConfig) -> transformers
 VLLM = """
 import json, statistics, sys, time
 from vllm import LLM, SamplingParams
-folder, prompts, num_out, repeats = json.loads(sys.argv[1])
-llm = LLM(model=folder, dtype="float32", skip_tokenizer_init=True, max_model_len=256,
-          enable_prefix_caching=False, max_num_seqs=8)
-params = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True, detokenize=False)
-rates = {}
-for ids in prompts:
-    run = lambda: llm.generate([{"prompt_token_ids": i} for i in ids], params, use_tqdm=False)
-    run()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter(); run(); seconds.append(time.perf_counter() - start)
-    rates[len(ids)] = len(ids) * num_out / statistics.median(seconds)
-print("RATES", json.dumps(rates))
+
+def main():
+    folder, prompts, num_out, repeats = json.loads(sys.argv[1])
+    llm = LLM(model=folder, dtype="float32", skip_tokenizer_init=True, max_model_len=256,
+              enable_prefix_caching=False, max_num_seqs=8)
+    params = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True, detokenize=False)
+    rates = {}
+    for ids in prompts:
+        run = lambda: llm.generate([{"prompt_token_ids": i} for i in ids], params, use_tqdm=False)
+        run()
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter(); run(); seconds.append(time.perf_counter() - start)
+        rates[len(ids)] = len(ids) * num_out / statistics.median(seconds)
+    print("RATES", json.dumps(rates))
+
+if __name__ == "__main__":  # it starts processes, which import this file
+    main()
 """
 
 
 def vllm(python: str, folder: Path) -> dict[int, float]:
+    script = folder / "vllm_rates.py"
+    script.write_text(VLLM)
     told = json.dumps([str(folder), [prompts(count) for count in COUNTS], NUM_OUT, REPEATS])
-    done = subprocess.run([python, "-c", VLLM, told], capture_output=True, text=True)
+    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2"}  # GiB; by itself it takes half of the machine
+    done = subprocess.run([python, str(script), told], capture_output=True, text=True, env=environ)
     found = [line for line in done.stdout.splitlines() if line.startswith("RATES ")]
     if not found:
         raise SystemExit(f"vLLM failed:\n{done.stderr[-3000:]}")

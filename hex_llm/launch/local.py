@@ -15,11 +15,6 @@ from types import FrameType
 
 import uvicorn
 
-try:
-    import uvloop
-except ImportError:  # it is not made for every system
-    uvloop = None
-
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.engine.client import EngineClient
 from hex_llm.engine.logs import log_from
@@ -56,8 +51,12 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """The fastest that is installed."""
-    return uvloop.new_event_loop() if uvloop is not None else asyncio.new_event_loop()
+    """The fastest there is: uvloop is not made for every system."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def configure_logging(config: ServerConfig) -> None:

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from hex_llm.engine.client import Generation
 from hex_llm.engine.outputs import Delta
@@ -74,11 +73,20 @@ async def news(backend: Backend, jobs: Sequence[Job]) -> AsyncGenerator[News, No
         for prompt, params, priority, cache_salt in jobs:
             generating = backend.generate(prompt, params, priority=priority, cache_salt=cache_salt)
             generations.append(await stack.enter_async_context(generating))
+        if len(generations) == 1:  # by far the most, and each layer costs time for each token
+            async for delta in generations[0]:
+                yield _checked(0, generations[0], delta)
+            return
         async with aclosing(_merged(generations)) as deltas:
             async for number, delta in deltas:
-                if delta.finish_reason is FinishReason.ERROR:
-                    raise _error_of(generations[number], delta)
-                yield News(number, generations[number], delta)
+                yield _checked(number, generations[number], delta)
+
+
+def _checked(number: int, generation: Generation, delta: Delta) -> News:
+    if delta.finish_reason is FinishReason.ERROR:
+        at_fault = generation.output().outputs[delta.index].error_param
+        raise HexError(delta.error) if at_fault is None else InvalidRequest(delta.error, at_fault)
+    return News(number, generation, delta)
 
 
 def refuse_best_of(params: SamplingParams) -> None:
@@ -90,10 +98,6 @@ def refuse_best_of(params: SamplingParams) -> None:
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta], None]:
-    if len(generations) == 1:
-        async for delta in generations[0]:
-            yield 0, delta
-        return
     # Small: what is not read soon is put together where it comes from.
     queue: asyncio.Queue[tuple[int, Delta] | HexError | None] = asyncio.Queue(len(generations))
 
@@ -121,11 +125,6 @@ async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int
             task.cancel()
 
 
-def _error_of(generation: Generation, delta: Delta) -> HexError:
-    at_fault = generation.output().outputs[delta.index].error_param
-    return HexError(delta.error) if at_fault is None else InvalidRequest(delta.error, at_fault)
-
-
 # ---- what the client gets
 
 
@@ -145,7 +144,7 @@ async def streamed(
     try:
         await asyncio.wait((first, gone), return_when=asyncio.FIRST_COMPLETED)
         if first.done():
-            return _Streamed(_all(first.result(), pieces, broken), gone, media_type)
+            return _Streamed(first.result(), pieces, broken, gone, media_type)
         return Response(status_code=499)  # as unless_gone
     except BaseException:
         gone.cancel()
@@ -154,24 +153,23 @@ async def streamed(
         first.cancel()  # which closes what it waits for
 
 
-async def _all(first: bytes, pieces: Pieces, broken: Callable[[Exception], bytes]) -> Pieces:
-    async with aclosing(pieces):
-        yield first
-        try:
-            async for piece in pieces:
-                yield piece
-        except Exception as error:
-            if not isinstance(error, HexError):
-                log.exception("a stream broke")
-            yield broken(error)
+class _Streamed(Response):
+    """Starlette's StreamingResponse may leave what makes the pieces waiting for its next reader, who will not
+    come; and what is done here for each piece is done for each token."""
 
-
-class _Streamed(StreamingResponse):
-    """Starlette's own may leave what makes the pieces waiting for its next reader, who will not come."""
-
-    def __init__(self, pieces: Pieces, gone: asyncio.Future[None], media_type: str) -> None:
-        super().__init__(pieces, headers=HEADERS, media_type=media_type)
+    def __init__(
+        self,
+        first: bytes,
+        pieces: Pieces,
+        broken: Callable[[Exception], bytes],
+        gone: asyncio.Future[None],
+        media_type: str,
+    ) -> None:
+        super().__init__(None, headers=HEADERS, media_type=media_type)
+        del self.headers["content-length"]
+        self.first = first
         self.pieces = pieces
+        self.broken = broken
         self.gone = gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -186,7 +184,21 @@ class _Streamed(StreamingResponse):
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self.pieces):
-            await self.stream_response(send)
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
+            await send(_part(self.first))
+            try:
+                async for piece in self.pieces:
+                    await send(_part(piece))
+            except Exception as error:
+                if not isinstance(error, HexError):
+                    log.exception("a stream broke")
+                await send(_part(self.broken(error)))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _part(piece: bytes) -> Message:
+    return {"type": "http.response.body", "body": piece, "more_body": True}
 
 
 async def _client_leaves(request: Request) -> None:

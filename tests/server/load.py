@@ -28,7 +28,7 @@ from tests.server.fakes import FakeEngine
 
 ROOT = Path(__file__).parent.parent.parent
 SERVER = """
-import cProfile, sys
+import cProfile, time
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.engine import client
 from hex_llm.launch import local
@@ -38,7 +38,12 @@ client.tokenizer_of = lambda config: byte_tokenizer()
 load = "__import__('tests.server.load', fromlist='x').PacedEngine({pace_s!r}, Path({journal!r}))"
 local.EngineClient = lambda config, name: client.EngineClient(config, name, fake_worker(load))
 serve = lambda: local.serve(EngineConfig(), ServerConfig(host="127.0.0.1", port=0))
-cProfile.run("serve()", {profile!r}) if {profile!r} else serve()
+if profile := {profile!r}:
+    measured = cProfile.Profile(time.thread_time)  # others share the machine
+    measured.runcall(serve)
+    measured.dump_stats(profile)
+else:
+    serve()
 """
 BEHIND_S = 0.1  # what an engine that was held up makes good
 
@@ -76,7 +81,8 @@ def _key(prompt_ids: list[int]) -> str:
 def loaded_server(
     journal: Path, *, tokens_per_s: float, num_streams: int, profile: str = ""
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The address of a server, and its process, which logs beside `journal`; whose engine gives `num_streams` so many tokens in all."""
+    """The address of a server and its process, which logs beside `journal`. Its engine gives `num_streams`
+    streams so many tokens in all."""
     script = SERVER.format(pace_s=num_streams / tokens_per_s, journal=str(journal), profile=profile)
     log = journal.with_suffix(".log")
     with log.open("w") as file:
@@ -94,7 +100,7 @@ def loaded_server(
 
 
 def allow_files(wanted: int) -> int:
-    """Raises the limit of open files, for this process and its children, as far as allowed; what it is now."""
+    """Raises the limit of open files, here and for children, as far as allowed; what it is then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     able = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < able:

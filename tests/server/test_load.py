@@ -1,0 +1,60 @@
+"""A real server under load: real sockets, a real worker process, many clients; only the engine is a stand-in.
+
+What is measured here is that nothing is lost. How fast the server is, `python -m tools.bench_http` tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.server.load import allow_files, idle_connections, loaded_server, make_streams, read_all
+
+TOKENS_PER_S = 20_000
+SPARE_FILES = 200  # of a process, for other things than connections
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "num_tokens"), [(64, 250), pytest.param(256, 1000, marks=pytest.mark.slow)]
+)
+def test_no_token_of_many_streams_is_lost_or_moved(tmp_path: Path, num_streams: int, num_tokens: int) -> None:
+    """The engine does not wait for its front end: one that did not keep up would still be sending long after
+    the last token came. Not a measurement, so it gets as long again as the tokens take, and some seconds."""
+    streams = make_streams(num_streams, num_tokens)
+    takes_s = num_streams * num_tokens / TOKENS_PER_S
+    with loaded_server(tmp_path / "journal", tokens_per_s=TOKENS_PER_S, num_streams=num_streams) as (
+        address,
+        _,
+    ):
+        started = time.monotonic()
+        asyncio.run(read_all(address, streams))
+        took_s = time.monotonic() - started
+    for stream in streams:
+        stream.check()
+    assert took_s < 2 * takes_s + 10
+
+
+@pytest.mark.parametrize("num_idle", [300, pytest.param(5000, marks=pytest.mark.slow)])
+def test_idle_connections_do_not_disturb_a_stream(tmp_path: Path, num_idle: int) -> None:
+    able = allow_files(num_idle + SPARE_FILES)
+    if able < num_idle + SPARE_FILES:
+        warnings.warn(f"{able} open files are allowed here, too few for {num_idle} connections", stacklevel=1)
+        num_idle = able - SPARE_FILES
+    (before, during) = make_streams(2, 300)
+    with loaded_server(tmp_path / "journal", tokens_per_s=500, num_streams=1) as (address, _):
+        asyncio.run(read_all(address, [before]))
+        with idle_connections(address, num_idle) as idle:
+            asyncio.run(read_all(address, [during]))
+            for one in idle:  # none was thrown out meanwhile
+                one.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    one.recv(1)
+    before.check()
+    times = during.check()
+    # It came piece by piece, not after the idle ones were served.
+    assert len(set(times)) > 20
+    assert times[-1] - times[0] > 0.3
