@@ -126,7 +126,7 @@ def _or_null(known: dict[str, Any]) -> dict[str, Any]:
         return known if null in known["anyOf"] else {**known, "anyOf": [*known["anyOf"], null]}
     if not known.keys() & {"type", "$ref", "enum", "const"} or known.get("type") == "null":
         return known
-    outside = {name: known[name] for name in ("title", "default") if name in known}
+    outside: dict[str, Any] = {name: known[name] for name in ("title", "default") if name in known}
     return {"anyOf": [{n: v for n, v in known.items() if n not in outside}, null], **outside}
 
 

@@ -6,6 +6,7 @@ Knows nothing of what routes do. A reply that has begun is only watched: what br
 from __future__ import annotations
 
 import asyncio
+import gc
 import hmac
 import logging
 import re
@@ -38,6 +39,7 @@ HEADERS = {
     429: {"Retry-After": RETRY_AFTER_S},
     503: {"Retry-After": RETRY_AFTER_S},
 }
+BIG_BODY = 64 << 10  # bytes
 MAX_HEAD = 32 << 10  # bytes of a request's path and headers
 OPEN_PATHS = ("/ping", "/health")  # for load balancers, which have no key
 WITHOUT_ENGINE = ("/metrics", "/load", "/version", "/docs", "/openapi.json")  # answered at any time
@@ -48,6 +50,14 @@ REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)  # those of clients that
 def head_size(scope: Scope) -> int:
     headers = sum(len(name) + len(value) for name, value in scope["headers"])
     return headers + len(scope["path"]) + len(scope["query_string"])
+
+
+def pause_gc() -> None:
+    """Until this task waits for something: JSON has no cycles, and looking for some while millions of values
+    are parsed takes longer than all the rest."""
+    if gc.isenabled():
+        gc.disable()
+        asyncio.get_running_loop().call_soon(gc.enable)
 
 
 def all_routes(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
@@ -96,6 +106,11 @@ class Gate:
         method, path, headers = scope["method"], scope["path"], Headers(scope=scope)
         if head_size(scope) > MAX_HEAD:
             return error(431, f"the path and the headers have more than {MAX_HEAD} bytes")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy that believes the other one may take a second request for the body of this one.
+            reply = error(400, "a body has a content-length or a transfer-encoding, not both")
+            reply.headers["connection"] = "close"
+            return reply
         if page.is_page(method, path):
             return None
         is_open = self.is_open(method, path)
@@ -163,6 +178,8 @@ class Gate:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.config.max_request_bytes:
                 raise HTTPException(413, self.too_large_message())
+            if complete and num_bytes > BIG_BODY:
+                pause_gc()
             return message
 
         return counted

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.body import Body, NamedSchema, Whole, parse, told
@@ -152,6 +152,12 @@ class StreamOptions(Body):
     pass
 
 
+def _boolean(value: Any) -> Any:
+    if not isinstance(value, bool):  # 0 == False, which is enough for Literal
+        raise ValueError("must be true or false")
+    return value
+
+
 class ResponsesRequest(OpenAIRequest):
     """Also takes vLLM's further fields for sampling."""
 
@@ -172,7 +178,7 @@ class ResponsesRequest(OpenAIRequest):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([])
     top_logprobs: Whole | None = None
     stream_options: StreamOptions | None = None  # type: ignore[assignment]
-    background: Annotated[Literal[False], NOT_STORED] = False
+    background: Annotated[Literal[False], BeforeValidator(_boolean), NOT_STORED] = False
     previous_response_id: Annotated[None, NOT_STORED] = None
     conversation: Annotated[None, NOT_STORED] = None
     prompt: Annotated[None, NOT_STORED] = None

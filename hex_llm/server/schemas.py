@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.sampling_params import ABOVE, COUNTS, MAX_INT, RANGES, SamplingParams, StructuredOutputs
+from hex_llm.sampling_params import ABOVE, COUNTS, RANGES, SamplingParams, StructuredOutputs
 from hex_llm.server.body import (
     Body,
     NamedSchema,
@@ -42,7 +42,7 @@ Prompts = Annotated[
 def describe_limits(schema: dict[str, Any]) -> None:
     """Those of SamplingParams, for the fields that have its names."""
     for name, known in schema["properties"].items():
-        low, high = {**RANGES, **COUNTS, "priority": (-MAX_INT, MAX_INT)}.get(name, (None, None))
+        low, high = {**RANGES, **COUNTS}.get(name, (None, None))
         if low is not None and not _is_boolean(known):
             known |= {"exclusiveMinimum" if name in ABOVE else "minimum": low, "maximum": high}
 

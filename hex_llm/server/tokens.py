@@ -14,10 +14,12 @@ from fastapi.responses import JSONResponse
 
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
+from hex_llm.sampling_params import MAX_INT
 from hex_llm.server.backend import Backend
 from hex_llm.server.body import Body, TokenIds, parse
 from hex_llm.server.chat import prepare
 from hex_llm.server.schemas import ChatRequest
+from hex_llm.server.stream import encode
 from hex_llm.server.tgi import TgiRoute, in_their_shape, package_version
 from hex_llm.server.tgi_schemas import TokenizeRequest
 from hex_llm.text.tokenizer import Fast, Tokenizer
@@ -62,8 +64,12 @@ async def tokenize(backend: Backend, config: ServerConfig, body: Json) -> Json:
         wanted = parse(PromptToTokenize, body)
         special = wanted.add_special_tokens
         ids = await asyncio.to_thread(tokenizer.encode, wanted.prompt, add_special_tokens=special)
-    names = [tokenizer.shown(i) for i in ids] if wanted.return_token_strs else None
+    names = await asyncio.to_thread(_names, tokenizer, ids) if wanted.return_token_strs else None
     return {"count": len(ids), "max_model_len": backend.max_len, "tokens": ids, "token_strs": names}
+
+
+def _names(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.shown(i) for i in ids]
 
 
 def tokenizer_info(backend: Backend) -> Json:
@@ -91,10 +97,21 @@ def simple_tokens(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) 
     return [{"id": i, "text": tokenizer.shown(i), "start": 0, "stop": 0} for i in ids]
 
 
-def chat_tokens(tokenizer: Tokenizer, prompt_ids: list[int]) -> Json:
+def as_list(tokens: list[Json]) -> bytes:
+    """As JSON, token by token: nothing else runs while one value is encoded, and all are a large one."""
+    return b"[%b]" % b",".join(encode(token) for token in tokens)
+
+
+def tokens_reply(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> Response:
+    tokens = as_list(simple_tokens(tokenizer, text, add_special_tokens=add_special_tokens))
+    return Response(tokens, media_type="application/json")
+
+
+def chat_tokens_reply(tokenizer: Tokenizer, prompt_ids: list[int]) -> Response:
     text = tokenizer.decode(prompt_ids, skip_special_tokens=False)
-    tokens = simple_tokens(tokenizer, text, add_special_tokens=False)
-    return {"tokenize_response": tokens, "templated_text": text}
+    tokens = as_list(simple_tokens(tokenizer, text, add_special_tokens=False))
+    content = b'{"tokenize_response":%b,"templated_text":%b}' % (tokens, encode(text))
+    return Response(content, media_type="application/json")
 
 
 # ---- routes
@@ -112,15 +129,15 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     async def as_tgi(body: Json) -> Response:
         wanted = parse(TokenizeRequest, body)
         special = wanted.add_special_tokens
-        return JSONResponse(
-            await asyncio.to_thread(
-                simple_tokens, _tokenizer(backend), wanted.inputs, add_special_tokens=special
-            )
+        return await asyncio.to_thread(
+            tokens_reply, _tokenizer(backend), wanted.inputs, add_special_tokens=special
         )
 
     @router.post("/detokenize")
     async def detokenize(body: ToDetokenize) -> Json:
         ids = body.tokens
+        if ids and not 0 <= min(ids) <= max(ids) <= MAX_INT:
+            raise InvalidRequest(f"tokens: must be whole numbers from 0 to {MAX_INT}", "tokens")
         text = await asyncio.to_thread(_tokenizer(backend).decode, ids, skip_special_tokens=False)
         return {"prompt": text}
 
@@ -132,9 +149,9 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     async def tokenizer_info_route() -> Json:
         return tokenizer_info(backend)
 
-    async def chat_tokenize(body: ChatRequest) -> Json:
+    async def chat_tokenize(body: ChatRequest) -> Response:
         talk = await prepare(backend, body, config)
-        return await asyncio.to_thread(chat_tokens, talk.tokenizer, talk.prompt_ids)
+        return await asyncio.to_thread(chat_tokens_reply, talk.tokenizer, talk.prompt_ids)
 
     router.add_api_route("/chat_tokenize", chat_tokenize, methods=["POST"], route_class_override=TgiRoute)
     return router
