@@ -31,7 +31,7 @@ Schema = dict[str, Any]
 class Instance(GenerateRequest):
     """Its fields may also stand in `parameters`."""
 
-    parameters: Any = None
+    parameters: dict[str, Any] | None = None
     stream: bool = False
 
 
@@ -39,7 +39,7 @@ class Instances(Body):
     """Each is what a body without `instances` would be; all share the parameters."""
 
     instances: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_PROMPTS)
-    parameters: Any = None
+    parameters: dict[str, Any] | None = None
 
 
 # Of routes that take several kinds of bodies, by the names of their functions.

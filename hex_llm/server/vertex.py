@@ -40,7 +40,7 @@ ALIASES = {
 def flat(instance: Any, where: str) -> dict[str, Any]:
     """The fields of an instance and of its `parameters`, under the names that they have here."""
     own = dict(_object(instance, where))
-    nested = _object(own.pop("parameters", None) or {}, "parameters")
+    nested = _object_or_null(own.pop("parameters", None), "parameters")
     fields: dict[str, Any] = {}
     for written, value in (*own.items(), *nested.items()):
         name = ALIASES.get(written, written)
@@ -56,6 +56,10 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+def _object_or_null(value: Any, where: str) -> dict[str, Any]:
+    return {} if value is None else _object(value, where)
+
+
 def instances_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Every instance's fields; its own count before those that all share."""
     if "instances" not in body:
@@ -66,7 +70,8 @@ def instances_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     instances = body["instances"]
     if not isinstance(instances, list) or not 1 <= len(instances) <= MAX_PROMPTS:
         raise InvalidRequest(f"instances: must be a list of 1 to {MAX_PROMPTS} objects", "instances")
-    shared = flat(body.get("parameters") or {}, "parameters") | {n: body[n] for n in (MARK,) if n in body}
+    shared = flat(_object_or_null(body.get("parameters"), "parameters"), "parameters")
+    shared |= {name: body[name] for name in (MARK,) if name in body}
     return [shared | flat(instance, f"instances.{i}") for i, instance in enumerate(instances)]
 
 

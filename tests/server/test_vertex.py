@@ -137,6 +137,8 @@ def test_several_chats_through_generate(backend: FakeBackend) -> None:
         ({"instances": [{"prompt": "a"}], "prompt": "b"}, "prompt", "prompt"),
         ({"instances": [{"prompt": "a"}], "parameters": 5}, "parameters", "object"),
         ({"instances": [{"prompt": "a", "parameters": [5]}]}, "parameters", "object"),
+        ({"instances": [{"prompt": "a"}], "parameters": 0}, "parameters", "object"),
+        ({"prompt": "a", "parameters": ""}, "parameters", "object"),
         ({"instances": [{"prompt": "a", "topK": 1, "top_k": 1}]}, "top_k", "twice"),
         ({"prompt": "a", "max_tokens": 1, "parameters": {"maxOutputTokens": 1}}, "max_tokens", "twice"),
         ({"instances": [{"prompt": "a", "topP": 1.8}]}, "top_p", "top_p"),
