@@ -11,8 +11,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 
+from hex_llm import __version__
 from hex_llm.errors import ConfigError, HexError, one_line
 from hex_llm.flags import BOOLEANS, help_text, parse
 
@@ -23,13 +23,6 @@ commands:
 
   --version               print the version
   --help                  print this"""
-
-
-def package_version() -> str:
-    try:
-        return version("hex-llm")
-    except PackageNotFoundError:
-        return "unknown: hex-llm is not installed"
 
 
 def serve(argv: Sequence[str]) -> None:
@@ -51,7 +44,7 @@ def run(argv: Sequence[str]) -> None:
     if command in ("--help", "-h"):
         print(USAGE)
     elif command == "--version":
-        print(f"hex-llm {package_version()}")
+        print(f"hex-llm {__version__}")
     elif command in COMMANDS:
         COMMANDS[command](rest)
     else:

@@ -35,6 +35,7 @@ class Delta:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     error: str
+    error_param: str | None
 
 
 def for_engine(request: Request) -> Request:
@@ -101,7 +102,7 @@ class OutputCollector:
         for choice in self._choices:
             if choice.has_news:
                 text, token_ids, raw = choice.take_news()
-                end = choice.finish_reason, choice.stop_reason, choice.error
+                end = choice.finish_reason, choice.stop_reason, choice.error, choice.error_param
                 found.append(Delta(choice.index, text, token_ids, self._logprobs(token_ids, raw), *end))
         return found
 

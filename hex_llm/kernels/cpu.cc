@@ -84,10 +84,10 @@ void RunAll(ffi::ThreadPool& pool, int64_t count, std::function<void(int64_t)> r
 
 constexpr int kVectors = 4;  // in a row of a panel
 constexpr int kPanel = kVectors * kLanes;
-constexpr int kTile = 4;           // kTile x kVectors sums fit into the registers
-constexpr int kBlockRows = 64;     // rows of x that stay in a near cache while weights pass by
-constexpr int64_t kBlockDepth = 512;   // of a panel, so that it stays in the nearest
-constexpr int kStripesPerThread = 9;     // so that a thread that comes late has less to do
+constexpr int kTile = 4;              // kTile x kVectors sums fit into the registers
+constexpr int kBlockRows = 64;        // rows of x that stay in a near cache while weights pass by
+constexpr int64_t kBlockDepth = 512;  // of a panel, so that it stays in the nearest
+constexpr int kStripesPerThread = 9;  // so that a thread that comes late has less to do
 
 // y [M, kPanel] (+)= x [M, depth] times a panel [depth, kPanel].
 template <int M>
@@ -199,7 +199,7 @@ struct Attention {
   const float *q, *pages;
   const int32_t *tables, *positions, *sequences;
   float* out;
-  int64_t num_rows, num_heads, group, size;        // T, K, G, H
+  int64_t num_heads, group, size;                  // K, G, H
   int64_t num_pages, block_size, num_seqs, width;  // width: blocks in a row of `tables`
   float scale, softcap;                            // no cap: 0
   int64_t window, chunk;                           // none: 0
@@ -337,7 +337,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, Pages pages,
   auto [num_rows, num_heads, group, size] = std::tuple(q.dimensions()[0], q.dimensions()[1], q.dimensions()[2],
                                                        q.dimensions()[3]);
   const Attention attention{q.typed_data(), pages.typed_data(), tables.typed_data(), positions.typed_data(),
-                            sequences.typed_data(), out->typed_data(), num_rows, num_heads, group, size,
+                            sequences.typed_data(), out->typed_data(), num_heads, group, size,
                             pages.dimensions()[0], pages.dimensions()[1], tables.dimensions()[0],
                             tables.dimensions()[1], scale, softcap, window, chunk};
   std::vector<std::pair<int64_t, int64_t>> groups;  // first row, count

@@ -44,10 +44,6 @@ class Panels:
     outputs: tuple[int, ...] = field(metadata={"static": True})
     turned: bool = field(default=False, metadata={"static": True})  # the two axes of outputs lie turned round
 
-    @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes
-
     def rows(self, which: jax.Array) -> jax.Array:
         """[..., inputs]: the weights of some outputs."""
         width = self.panels.shape[2]

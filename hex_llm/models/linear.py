@@ -20,14 +20,10 @@ def linear(x: jax.Array, weight: jax.Array | Panels, bias: jax.Array | None = No
     flat = x.reshape(len(x), -1)
     if isinstance(weight, Panels):
         out = cpu.matmul(flat, weight)
-        return out if bias is None else out + bias
-    outputs = weight.shape[: weight.ndim - (x.ndim - 1)]
-    matrix = weight.reshape(-1, flat.shape[1])
-    if len(x) in FEW_ROWS and x.dtype == jnp.float32:
-        out = jax.lax.platform_dependent(flat, matrix, cpu=_weight_first, default=_product)
     else:
-        out = _product(flat, matrix)
-    out = out.astype(x.dtype).reshape(len(x), *outputs)
+        outputs = weight.shape[: weight.ndim - (x.ndim - 1)]
+        matrix = weight.reshape(-1, flat.shape[1])
+        out = _any_product(flat, matrix).astype(x.dtype).reshape(len(x), *outputs)
     return out if bias is None else out + bias
 
 
@@ -41,6 +37,12 @@ def linear_columns(x: jax.Array, weight: jax.Array, bias: jax.Array | None = Non
 def rows_of(weight: jax.Array | Panels, which: jax.Array) -> jax.Array:
     """[V, D] and [T] -> [T, D]."""
     return weight.rows(which) if isinstance(weight, Panels) else weight[which]
+
+
+def _any_product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    if len(x) in FEW_ROWS and x.dtype == jnp.float32:
+        return jax.lax.platform_dependent(x, matrix, cpu=_weight_first, default=_product)
+    return _product(x, matrix)
 
 
 def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:

@@ -14,11 +14,10 @@ from hex_llm.errors import HexError
 from hex_llm.server import metrics as measured
 from hex_llm.server import openai, page, responses, tgi, tokens, vertex
 from hex_llm.server.backend import Backend
-from hex_llm.server.body import invalid
 from hex_llm.server.docs import add_docs
-from hex_llm.server.gate import OPEN_PATHS, Gate, error
+from hex_llm.server.gate import OPEN_PATHS, Gate, all_routes, error
 from hex_llm.server.metrics import Metrics
-from hex_llm.server.problems import problem_of
+from hex_llm.server.problems import invalid_body, problem_of
 
 
 def create_app(backend: Backend, config: ServerConfig, metrics: Metrics | None = None) -> FastAPI:
@@ -49,20 +48,27 @@ async def healthy() -> Response:
     return Response()
 
 
+def methods_at(app: FastAPI, path: str) -> set[str]:
+    """Of all routes with this path; Starlette's refusal names those of the first one only."""
+    routes = [route for route in all_routes(app.routes) if getattr(route, "path", None) == path]
+    return {method for route in routes for method in getattr(route, "methods", ())}
+
+
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, problem: RequestValidationError) -> Response:
-        # The first step of a path is always "body".
-        return error(*problem_of(invalid([{**one, "loc": one["loc"][1:]} for one in problem.errors()[:1]])))
+        return error(*problem_of(invalid_body(problem)))
 
     @app.exception_handler(HexError)
     async def failed(_: Request, problem: HexError) -> Response:
         return error(*problem_of(problem))
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, problem: HTTPException) -> Response:
+    async def http(request: Request, problem: HTTPException) -> Response:
         reply = error(problem.status_code, str(problem.detail))
         reply.headers.update(problem.headers or {})
+        if "allow" in reply.headers:
+            reply.headers["allow"] = ", ".join(sorted(methods_at(app, request.url.path)))
         return reply
 
     @app.exception_handler(Exception)

@@ -11,11 +11,12 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from hex_llm.engine.client import Generation
+from hex_llm.engine.outputs import Delta
 from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.schemas import Sampling
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import FinishReason, RequestOutput
+from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
 T = TypeVar("T")
 
@@ -50,11 +51,15 @@ async def answer(
 ) -> RequestOutput:
     output = await backend.complete(prompt, params, priority=request.priority, cache_salt=request.cache_salt)
     for choice in output.outputs:
-        if choice.finish_reason is FinishReason.ERROR:
-            # A fault of the request may show only when the engine is at it, as one in a grammar does.
-            at_fault = choice.error_param
-            raise HexError(choice.error) if at_fault is None else InvalidRequest(choice.error, at_fault)
+        raise_failure(choice)
     return output
+
+
+def raise_failure(choice: CompletionOutput | Delta) -> None:
+    """A fault of the request may show only when the engine is at it, as one in a grammar does."""
+    if choice.finish_reason is FinishReason.ERROR:
+        at_fault = choice.error_param
+        raise HexError(choice.error) if at_fault is None else InvalidRequest(choice.error, at_fault)
 
 
 async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -69,7 +74,7 @@ async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
     """The work's result as a reply. If the client leaves first, the work is cancelled."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_client_leaves(request))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(client_leaves(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         # Nobody reads the 499; nginx gives this case the same number.
@@ -79,6 +84,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]
         gone.cancel()
 
 
-async def _client_leaves(request: Request) -> None:
+async def client_leaves(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

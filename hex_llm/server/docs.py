@@ -16,11 +16,12 @@ from fastapi.routing import APIRoute
 from pydantic import Field
 from pydantic.json_schema import models_json_schema
 
+from hex_llm import __version__
 from hex_llm.server.body import Body
 from hex_llm.server.gate import OPEN_PATHS, all_routes
 from hex_llm.server.responses_schemas import ResponsesRequest
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerateRequest
-from hex_llm.server.tgi import TgiRoute, package_version
+from hex_llm.server.tgi import TgiRoute
 from hex_llm.server.tgi_schemas import GenerateRequest as TgiRequest
 from hex_llm.server.tgi_schemas import TokenizeRequest
 from hex_llm.server.tokens import ChatToTokenize, PromptToTokenize
@@ -121,7 +122,7 @@ def add_docs(app: FastAPI) -> None:
 
 
 def described(app: FastAPI) -> Schema:
-    schema = get_openapi(title=app.title, version=package_version(), routes=app.routes)
+    schema = get_openapi(title=app.title, version=__version__, routes=app.routes)
     components = schema.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own errors, which are never sent

@@ -6,7 +6,8 @@ What a template makes of them, it knows itself: here they become the plain data 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 
@@ -22,6 +23,15 @@ Content = Annotated[
     str | Annotated[list[TextPart], Field(fail_fast=True)],
     told('must be a text or a list of {"type": "text", "text": ...}'),
 ]
+
+
+class HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def joined(content: str | Sequence[HasText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 class CalledFunction(Body):
@@ -85,8 +95,7 @@ class Message(Body):
 
     @property
     def text(self) -> str | None:
-        parts = self.content
-        return parts if isinstance(parts, str | None) else "\n".join(part.text for part in parts)
+        return None if self.content is None else joined(self.content)
 
     def plain(self) -> dict[str, Any]:
         """As templates know it. They tell a call from a text by a content that is none."""

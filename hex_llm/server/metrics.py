@@ -20,9 +20,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 
+from hex_llm import __version__
 from hex_llm.engine.stats import Observer, Stats, Timeline, Vitals
 from hex_llm.server.backend import Backend
-from hex_llm.server.tgi import package_version
 
 SOON = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
         640, 2560)  # fmt: skip
@@ -239,7 +239,7 @@ def routes(backend: Backend, metrics: Metrics) -> APIRouter:
         about = {
             "model": backend.model_name,
             "max_model_len": backend.max_len,
-            "version": package_version(),
+            "version": __version__,
         }
         return {**metrics.now(), **about}
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fastapi.exceptions import RequestValidationError
+
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull
+from hex_llm.server.body import invalid
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -17,6 +20,11 @@ class Problem(NamedTuple):
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def invalid_body(error: RequestValidationError) -> InvalidRequest:
+    """The first step of FastAPI's path to a field is always "body"."""
+    return invalid([{**one, "loc": one["loc"][1:]} for one in error.errors()[:1]])
 
 
 def problem_of(error: Exception) -> Problem:

@@ -11,10 +11,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.body import Body, NamedSchema, Whole, parse, told
-from hex_llm.server.messages import Function
-from hex_llm.server.schemas import ChatRequest, OpenAIRequest
+from hex_llm.server.messages import Function, joined
+from hex_llm.server.schemas import ChatRequest, Effort, OpenAIRequest
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Message = dict[str, Any]  # of a chat
 
 NOT_STORED = told("responses are not stored here: send the whole conversation as input")
@@ -38,10 +37,6 @@ Texts = Annotated[
 ]
 
 
-def _plain(content: Texts) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
 class Item(Body):
     """Those that a reply had may come back with its ids and states."""
 
@@ -58,7 +53,7 @@ class MessageItem(Item):
     content: Texts
 
     def add_to(self, messages: list[Message]) -> None:
-        content = _plain(self.content)
+        content = joined(self.content)
         if self.role == "assistant" and messages and _only_reasons(messages[-1]):
             messages[-1]["content"] = content
         else:
@@ -104,7 +99,7 @@ class CallOutputItem(Item):
     output: Texts
 
     def add_to(self, messages: list[Message]) -> None:
-        messages.append({"role": "tool", "content": _plain(self.output), "tool_call_id": self.call_id})
+        messages.append({"role": "tool", "content": joined(self.output), "tool_call_id": self.call_id})
 
 
 def _type_of(item: Any) -> Any:

@@ -26,6 +26,7 @@ from hex_llm.server.messages import Message, NamedTool, Tool
 MAX_PROMPTS = 1024  # in one request
 SAMPLED = frozenset(field.name for field in fields(SamplingParams))
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PromptTexts = Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
 IdLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 Prompt = Annotated[str | TokenIds, told("must be a text or a list of token ids")]
@@ -214,7 +215,7 @@ class ChatRequest(OpenAIRequest):
     include_reasoning: bool = True
 
     # For the template:
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False  # the template writes them

@@ -21,9 +21,8 @@ from hex_llm.engine.client import Generation
 from hex_llm.engine.outputs import Delta
 from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.backend import Backend
+from hex_llm.server.backend import Backend, client_leaves, raise_failure
 from hex_llm.server.problems import problem_of
-from hex_llm.types import FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -75,18 +74,13 @@ async def news(backend: Backend, jobs: Sequence[Job]) -> AsyncGenerator[News, No
             generations.append(await stack.enter_async_context(generating))
         if len(generations) == 1:  # by far the most, and each layer costs time for each token
             async for delta in generations[0]:
-                yield _checked(0, generations[0], delta)
+                raise_failure(delta)
+                yield News(0, generations[0], delta)
             return
         async with aclosing(_merged(generations)) as deltas:
             async for number, delta in deltas:
-                yield _checked(number, generations[number], delta)
-
-
-def _checked(number: int, generation: Generation, delta: Delta) -> News:
-    if delta.finish_reason is FinishReason.ERROR:
-        at_fault = generation.output().outputs[delta.index].error_param
-        raise HexError(delta.error) if at_fault is None else InvalidRequest(delta.error, at_fault)
-    return News(number, generation, delta)
+                raise_failure(delta)
+                yield News(number, generations[number], delta)
 
 
 def refuse_best_of(params: SamplingParams) -> None:
@@ -139,7 +133,7 @@ async def streamed(
 
     Waits for the first piece, and raises what is raised instead of it.
     """
-    gone = asyncio.ensure_future(_client_leaves(request))
+    gone = asyncio.ensure_future(client_leaves(request))
     first = asyncio.ensure_future(anext(pieces, b""))
     try:
         await asyncio.wait((first, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -199,8 +193,3 @@ class _Streamed(Response):
 
 def _part(piece: bytes) -> Message:
     return {"type": "http.response.body", "body": piece, "more_body": True}
-
-
-async def _client_leaves(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -18,15 +17,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
+from hex_llm import __version__
 from hex_llm.config import ServerConfig
 from hex_llm.engine.client import Generation
 from hex_llm.errors import HexError, InvalidRequest, QueueFull
 from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
-from hex_llm.server.backend import Backend, unless_gone
-from hex_llm.server.body import invalid, parse
-from hex_llm.server.chat import chat, stream_chat
+from hex_llm.server.backend import Backend, raise_failure, unless_gone
+from hex_llm.server.body import parse
+from hex_llm.server.gate import HEADERS
 from hex_llm.server.logprobs import finite
-from hex_llm.server.openai import complete, stream_completion
+from hex_llm.server.openai import chat_reply, completion_reply
+from hex_llm.server.problems import invalid_body
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, CompletionRequest
 from hex_llm.server.stream import Pieces, event, streamed
 from hex_llm.server.tgi_schemas import MAX_NEW_TOKENS, MAX_SEED, MAX_STOPS, GenerateRequest, in_their_words
@@ -65,11 +66,11 @@ async def in_their_shape(work: Awaitable[Response]) -> Response:
     try:
         return await work
     except RequestValidationError as error:
-        problem: HexError = invalid([{**one, "loc": one["loc"][1:]} for one in error.errors()[:1]])
+        problem: HexError = invalid_body(error)
     except HexError as error:
         problem = error
     status, body = problem_of(problem)
-    return JSONResponse(body, status, {"Retry-After": "5"} if status == 429 else None)
+    return JSONResponse(body, status, HEADERS.get(status))
 
 
 class TgiRoute(APIRoute):
@@ -109,9 +110,7 @@ async def _started(
 
 def _check_end(output: RequestOutput) -> None:
     for choice in output.outputs:
-        if choice.finish_reason is FinishReason.ERROR:
-            at_fault = choice.error_param
-            raise HexError(choice.error) if at_fault is None else InvalidRequest(choice.error, at_fault)
+        raise_failure(choice)
         if choice.finish_reason is FinishReason.ABORT:
             raise Incomplete
 
@@ -313,13 +312,6 @@ async def respond(backend: Backend, request: Request, values: Any) -> Response:
 # ---- routes
 
 
-def package_version() -> str:
-    try:
-        return version("hex-llm")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def info(backend: Backend) -> Json:
     return {
         "model_id": backend.model_name,
@@ -333,7 +325,7 @@ def info(backend: Backend) -> Json:
         "validation_workers": 1,
         "max_client_batch_size": MAX_PROMPTS,
         "router": "hex_llm",
-        "version": package_version(),
+        "version": __version__,
         "sha": None,
         "docker_label": None,
     }
@@ -360,15 +352,9 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     @router.post("/invocations")
     async def sagemaker(body: Json, request: Request) -> Response:
         if "messages" in body:
-            talk = parse(ChatRequest, body)
-            if talk.stream:
-                return await streamed(request, stream_chat(backend, talk, config))
-            return await unless_gone(request, chat(backend, talk, config))
+            return await chat_reply(backend, request, parse(ChatRequest, body), config)
         if "prompt" in body:
-            completion = parse(CompletionRequest, body)
-            if completion.stream:
-                return await streamed(request, stream_completion(backend, completion))
-            return await unless_gone(request, complete(backend, completion))
+            return await completion_reply(backend, request, parse(CompletionRequest, body))
         return await compatible(parse(GenerateRequest, body), request)
 
     return router

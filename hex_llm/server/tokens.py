@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
+from hex_llm import __version__
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import MAX_INT
@@ -20,7 +21,7 @@ from hex_llm.server.body import Body, TokenIds, parse
 from hex_llm.server.chat import prepare
 from hex_llm.server.schemas import ChatRequest
 from hex_llm.server.stream import encode
-from hex_llm.server.tgi import TgiRoute, in_their_shape, package_version
+from hex_llm.server.tgi import TgiRoute, in_their_shape
 from hex_llm.server.tgi_schemas import TokenizeRequest
 from hex_llm.text.tokenizer import Fast, Tokenizer
 
@@ -143,7 +144,7 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Json:
-        return {"version": package_version()}
+        return {"version": __version__}
 
     @router.get("/tokenizer_info")
     async def tokenizer_info_route() -> Json:
