@@ -82,48 +82,60 @@ void RunAll(ffi::ThreadPool& pool, int64_t count, std::function<void(int64_t)> r
 
 // ---- x [m, k] times w [n, k] transposed; w lies in panels [n / kPanel, k, kPanel]
 
-constexpr int kVectors = 4;  // in a row of a panel
+constexpr int kVectors = 2;  // in a row of a panel
 constexpr int kPanel = kVectors * kLanes;
-constexpr int kTile = 4;              // kTile x kVectors sums fit into the registers
-constexpr int kBlockRows = 64;        // rows of x that stay in a near cache while weights pass by
-constexpr int64_t kBlockDepth = 512;  // of a panel, so that it stays in the nearest
-constexpr int kStripesPerThread = 9;  // so that a thread that comes late has less to do
+#if defined(__aarch64__) || defined(__AVX512F__)
+constexpr int kTile = 8;  // kTile x kVectors sums fit into the registers
+#else
+constexpr int kTile = 6;
+#endif
+constexpr int kBlockRows = 8 * kTile;  // of x, that stay in a near cache while weights pass by
+constexpr int64_t kBlockDepth = 8192 / kPanel;  // of a panel, so that it stays in the nearest
+constexpr int kStripesPerThread = 9;   // so that a thread that comes late has less to do
 
-// y [M, kPanel] (+)= x [M, depth] times a panel [depth, kPanel].
+// Some numbers of a row, each to be multiplied with a vector: Arm takes it from a register, x86 from memory.
+#if defined(__aarch64__)
+using Numbers = Vector;
+Numbers Take(const float* from) { return Load(from); }
+#else
+using Numbers = const float*;
+Numbers Take(const float* from) { return from; }
+#endif
+
+// y [M, kPanel] (+)= x [M, depth] times a panel [depth, kPanel]; depth is a multiple of kLanes.
 template <int M>
 void MultiplyTile(const float* x, int64_t k, const float* panel, int64_t depth, bool add, float* y, int64_t n) {
   Vector sums[M][kVectors] = {};
+  for (int64_t i = 0; i < depth; i += kLanes) {
+    Numbers rows[M];
 #pragma GCC unroll 8
-  for (int64_t i = 0; i < depth; ++i) {
-    Vector weights[kVectors];
-#pragma GCC unroll 4
-    for (int b = 0; b < kVectors; ++b) weights[b] = Load(panel + i * kPanel + b * kLanes);
-#pragma GCC unroll 4
-    for (int a = 0; a < M; ++a)
-#pragma GCC unroll 4
-      for (int b = 0; b < kVectors; ++b) sums[a][b] += weights[b] * x[a * k + i];
+    for (int a = 0; a < M; ++a) rows[a] = Take(x + a * k + i);
+#pragma GCC unroll 16
+    for (int j = 0; j < kLanes; ++j) {
+      Vector weights[kVectors];
+#pragma GCC unroll 2
+      for (int b = 0; b < kVectors; ++b) weights[b] = Load(panel + (i + j) * kPanel + b * kLanes);
+#pragma GCC unroll 8
+      for (int a = 0; a < M; ++a)
+#pragma GCC unroll 2
+        for (int b = 0; b < kVectors; ++b) sums[a][b] += weights[b] * rows[a][j];
+    }
   }
+#pragma GCC unroll 8
   for (int a = 0; a < M; ++a)
+#pragma GCC unroll 2
     for (int b = 0; b < kVectors; ++b) {
       float* to = y + a * n + b * kLanes;
       Store(to, add ? Load(to) + sums[a][b] : sums[a][b]);
     }
 }
 
-// y [m, the panel's columns that exist] = x [m, k] times one panel.
-void MultiplyPanel(const float* x, int64_t m, int64_t k, const float* panel, float* y, int64_t n) {
-  for (int64_t start = 0; start < k; start += kBlockDepth) {
-    int64_t depth = std::min(kBlockDepth, k - start);
-    const float *rows = x + start, *part = panel + start * kPanel;
-    bool add = start > 0;
-    int64_t a = 0;
-    for (; a + kTile <= m; a += kTile) MultiplyTile<kTile>(rows + a * k, k, part, depth, add, y + a * n, n);
-    rows += a * k;
-    float* out = y + a * n;
-    if (m - a == 3) MultiplyTile<3>(rows, k, part, depth, add, out, n);
-    if (m - a == 2) MultiplyTile<2>(rows, k, part, depth, add, out, n);
-    if (m - a == 1) MultiplyTile<1>(rows, k, part, depth, add, out, n);
-  }
+// The same for any number of rows, in tiles of at most M.
+template <int M>
+void MultiplyRows(const float* x, int64_t m, int64_t k, const float* panel, int64_t depth, bool add, float* y,
+                  int64_t n) {
+  for (; m >= M; m -= M, x += M * k, y += M * n) MultiplyTile<M>(x, k, panel, depth, add, y, n);
+  if constexpr (M > 1) MultiplyRows<M - 1>(x, m, k, panel, depth, add, y, n);
 }
 
 struct Product {
@@ -139,7 +151,9 @@ struct Product {
   }
 
   void Multiply(int64_t row, int64_t num_rows, int64_t p, float* out, int64_t stride) const {
-    MultiplyPanel(x + row * k, num_rows, k, panels + p * k * kPanel, out, stride);
+    const float *rows = x + row * k, *panel = panels + p * k * kPanel;
+    for (int64_t i = 0; i < k; i += kBlockDepth)
+      MultiplyRows<kTile>(rows + i, num_rows, k, panel + i * kPanel, std::min(kBlockDepth, k - i), i > 0, out, stride);
   }
 
   void Compute(int64_t first_panel, int64_t last_panel) const {
@@ -185,12 +199,25 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::Buffer
 constexpr int kKeys = 64;     // scored at a time
 constexpr int kQueries = 16;  // of one KV head that share their reading: rows of one sequence x query heads
 
-float Sum(Vector v) {
-  float sums[kLanes];
-  for (int i = 0; i < kLanes; ++i) sums[i] = v[i];
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
-  return sums[0];
+// What is left when a vector's halves are put together with Op until there are four numbers.
+typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(alignof(float)), may_alias));
+
+template <typename Op>
+Four ToFour(Vector v, Op op) {
+  Four four = reinterpret_cast<const Four&>(v);
+#pragma GCC unroll 4
+  for (int i = 1; i < kLanes / 4; ++i) four = op(four, reinterpret_cast<const Four*>(&v)[i]);
+  return four;
+}
+
+// The sum of each of four vectors.
+Four Sums(const Vector (&v)[4]) {
+  Four f[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) f[i] = ToFour(v[i], [](Four a, Four b) { return a + b; });
+  const Four low = __builtin_shufflevector(f[0], f[1], 0, 4, 1, 5) + __builtin_shufflevector(f[0], f[1], 2, 6, 3, 7);
+  const Four high = __builtin_shufflevector(f[2], f[3], 0, 4, 1, 5) + __builtin_shufflevector(f[2], f[3], 2, 6, 3, 7);
+  return __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
 }
 
 using Pages = ffi::Buffer<ffi::F32, 5>;  // [N, block, K, 2, H]
@@ -229,68 +256,100 @@ struct Attention {
     if (from >= to) return std::fill_n(scores, kKeys, 0.0f), void();
     if (softcap)
       for (int64_t i = from; i < to; ++i) scores[i] = std::tanh(scores[i] / softcap) * softcap;
-    const float highest = std::max(*peak, *std::max_element(scores + from, scores + to));
+    const int64_t first = from / kLanes * kLanes, last = (to + kLanes - 1) / kLanes * kLanes;
+    const float unseen = -std::numeric_limits<float>::infinity();
+    std::fill(scores + first, scores + from, unseen);
+    std::fill(scores + to, scores + last, unseen);
+    Vector highs = Load(scores + first), added = {};
+    for (int64_t i = first; i < last; i += kLanes) highs = Load(scores + i) > highs ? Load(scores + i) : highs;
+    float highest = *peak;
+    for (int i = 0; i < kLanes; ++i) highest = std::max(highest, highs[i]);
     const float shrink = std::exp(*peak - highest);
-    for (int64_t i = from / kLanes * kLanes; i < to; i += kLanes) Store(scores + i, Exp(Load(scores + i) - highest));
-    std::fill(scores, scores + from, 0.0f);
-    std::fill(scores + to, scores + kKeys, 0.0f);
-    Vector added = {};
-    for (int64_t i = 0; i < kKeys; i += kLanes) added += Load(scores + i);
+    for (int64_t i = first; i < last; i += kLanes) {
+      const Vector score = Load(scores + i), weight = score == unseen ? Vector{} : Exp(score - highest);
+      Store(scores + i, weight);
+      added += weight;
+    }
+    std::fill(scores, scores + first, 0.0f);
+    std::fill(scores + last, scores + kKeys, 0.0f);
+    float sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += added[i];
     *peak = highest;
-    *total = *total * shrink + Sum(added);
+    *total = *total * shrink + sum;
     for (int64_t i = 0; i < size; ++i) sums[i] *= shrink;
   }
 
   void Attend(int64_t first_row, int64_t count, int64_t head) const;
 };
 
-// Four queries' scores of four keys: [4, kKeys] at `scores`.
+// Q queries' scores of four keys: [Q, kKeys] at `scores`.
+template <int Q>
 void ScoreTile(const float* q, const float* keys, int64_t stride, int64_t size, float* scores) {
-  Vector sums[4][4] = {};
+  Vector sums[Q][4] = {};
   for (int64_t i = 0; i < size; i += kLanes) {
     Vector columns[4];
 #pragma GCC unroll 4
     for (int b = 0; b < 4; ++b) columns[b] = Load(keys + b * stride + i);
 #pragma GCC unroll 4
-    for (int a = 0; a < 4; ++a) {
+    for (int a = 0; a < Q; ++a) {
       Vector row = Load(q + a * size + i);
 #pragma GCC unroll 4
       for (int b = 0; b < 4; ++b) sums[a][b] += row * columns[b];
     }
   }
 #pragma GCC unroll 4
-  for (int a = 0; a < 4; ++a)
-#pragma GCC unroll 4
-    for (int b = 0; b < 4; ++b) scores[a * kKeys + b] = Sum(sums[a][b]);
+  for (int a = 0; a < Q; ++a) *reinterpret_cast<Four*>(scores + a * kKeys) = Sums(sums[a]);
 }
 
-// Adds to four queries' sums [4, size], V vectors of each, `count` values with their weights [4, kKeys].
-template <int V>
+// Adds to Q queries' sums [Q, size], V vectors of each, `count` values with their weights [Q, kKeys].
+template <int Q, int V>
 void ValueTile(const float* weights, const float* values, int64_t stride, int64_t count, int64_t size, float* out) {
-  Vector sums[4][V];
-  for (int a = 0; a < 4; ++a)
+  Vector sums[Q][V];
+#pragma GCC unroll 4
+  for (int a = 0; a < Q; ++a)
+#pragma GCC unroll 4
     for (int b = 0; b < V; ++b) sums[a][b] = Load(out + a * size + b * kLanes);
   for (int64_t i = 0; i < count; ++i, values += stride) {
 #pragma GCC unroll 4
     for (int b = 0; b < V; ++b) {
       Vector value = Load(values + b * kLanes);
 #pragma GCC unroll 4
-      for (int a = 0; a < 4; ++a) sums[a][b] += value * weights[a * kKeys + i];
+      for (int a = 0; a < Q; ++a) sums[a][b] += value * weights[a * kKeys + i];
     }
   }
-  for (int a = 0; a < 4; ++a)
+#pragma GCC unroll 4
+  for (int a = 0; a < Q; ++a)
+#pragma GCC unroll 4
     for (int b = 0; b < V; ++b) Store(out + a * size + b * kLanes, sums[a][b]);
+}
+
+// All of Q queries' sums.
+template <int Q>
+void ValueTiles(const float* weights, const float* values, int64_t stride, int64_t count, int64_t size, float* out) {
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= size; i += 4 * kLanes) ValueTile<Q, 4>(weights, values + i, stride, count, size, out + i);
+  for (; i < size; i += kLanes) ValueTile<Q, 1>(weights, values + i, stride, count, size, out + i);
+}
+
+// Calls run(first query, number of queries as a constant), four queries at a time.
+template <typename Run>
+void ForQueries(int64_t count, Run run) {
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) run(i, std::integral_constant<int, 4>());
+  if (count - i == 3) run(i, std::integral_constant<int, 3>());
+  if (count - i == 2) run(i, std::integral_constant<int, 2>());
+  if (count - i == 1) run(i, std::integral_constant<int, 1>());
 }
 
 // Rows that follow each other in one sequence, with all query heads of one KV head: a running softmax over
 // stretches of kKeys positions, which begin at multiples of it. So no result depends on what shares the group.
 void Attention::Attend(int64_t first_row, int64_t count, int64_t head) const {
-  const int64_t num_queries = count * group, padded = (num_queries + 3) / 4 * 4;
+  const int64_t num_queries = count * group;
   thread_local std::vector<float> memory;
-  memory.assign(padded * (2 * size + kKeys + 2), 0.0f);
-  float *queries = memory.data(), *sums = queries + padded * size, *scores = sums + padded * size;
-  float *peaks = scores + padded * kKeys, *totals = peaks + padded;
-  std::fill_n(peaks, padded, -std::numeric_limits<float>::infinity());
+  memory.assign(num_queries * (2 * size + kKeys + 2), 0.0f);
+  float *queries = memory.data(), *sums = queries + num_queries * size, *scores = sums + num_queries * size;
+  float *peaks = scores + num_queries * kKeys, *totals = peaks + num_queries;
+  std::fill_n(peaks, num_queries, -std::numeric_limits<float>::infinity());
   int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
   for (int64_t i = 0; i < count; ++i) {
     const float* from = q + ((first_row + i) * num_heads + head) * group * size;
@@ -304,8 +363,9 @@ void Attention::Attend(int64_t first_row, int64_t count, int64_t head) const {
     for (int64_t key = start; key < end; key += 4) {  // blocks hold multiples of four
       const float* keys = Key(table, key, head);
       if (key + 16 <= high) Prefetch(Key(table, key + 16, head));
-      for (int64_t i = 0; i < padded; i += 4)
-        ScoreTile(queries + i * size, keys, Stride(), size, scores + i * kKeys + key - start);
+      ForQueries(num_queries, [&](int64_t i, auto n) {
+        ScoreTile<n>(queries + i * size, keys, Stride(), size, scores + i * kKeys + key - start);
+      });
     }
     for (int64_t i = 0; i < num_queries; ++i) {
       const int64_t position = positions[first_row + i / group];
@@ -315,13 +375,9 @@ void Attention::Attend(int64_t first_row, int64_t count, int64_t head) const {
     for (int64_t key = start, run; key < end; key += run) {
       run = std::min(block_size - key % block_size, end - key);
       const float* values = Key(table, key, head) + size;
-      for (int64_t i = 0; i < padded; i += 4) {
-        const float* weights = scores + i * kKeys + key - start;
-        int64_t d = 0;
-        for (; d + 4 * kLanes <= size; d += 4 * kLanes)
-          ValueTile<4>(weights, values + d, Stride(), run, size, sums + i * size + d);
-        for (; d < size; d += kLanes) ValueTile<1>(weights, values + d, Stride(), run, size, sums + i * size + d);
-      }
+      ForQueries(num_queries, [&](int64_t i, auto n) {
+        ValueTiles<n>(scores + i * kKeys + key - start, values, Stride(), run, size, sums + i * size);
+      });
     }
   }
   for (int64_t i = 0; i < num_queries; ++i) {

@@ -29,33 +29,37 @@ from hex_llm.kernels.reference import write_kv
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".cc")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+# Left to itself, GCC moves the products of a tile round until its registers no longer suffice.
+FLAGS = ("-O3", "-march=native", "-fno-schedule-insns", "-std=c++17", "-shared", "-fPIC", "-w")
 COMPILE_S = 120
-PANEL_VECTORS = 4  # in a panel's width; head sizes are whole vectors
+PANEL_VECTORS = 2  # in a panel's width; head sizes are whole vectors
 MATMUL, ATTENTION = "hex_llm_matmul", "hex_llm_attention"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Panels:
-    """A weight [*outputs, *inputs] cut into panels; the last one is filled up with zeros."""
+    """A weight [*outputs, *inputs] cut into panels, both filled up with zeros to multiples of the width."""
 
     panels: jax.Array  # [N, inputs, width]
     outputs: tuple[int, ...] = field(metadata={"static": True})
+    num_inputs: int = field(metadata={"static": True})
     turned: bool = field(default=False, metadata={"static": True})  # the two axes of outputs lie turned round
 
     def rows(self, which: jax.Array) -> jax.Array:
         """[..., inputs]: the weights of some outputs."""
         width = self.panels.shape[2]
-        return self.panels[which // width, :, which % width]
+        return self.panels[which // width, : self.num_inputs, which % width]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), static_argnames="turned")
 def to_panels(weight: jax.Array, num_output_axes: int, width: int, turned: bool = False) -> Panels:
     outputs = weight.shape[:num_output_axes]
     matrix = (weight.swapaxes(0, 1) if turned else weight).reshape(math.prod(outputs), -1)
-    matrix = jnp.pad(matrix, ((0, -len(matrix) % width), (0, 0)))
-    return Panels(matrix.reshape(-1, width, matrix.shape[1]).swapaxes(1, 2), outputs, turned)
+    num_inputs = matrix.shape[1]
+    matrix = jnp.pad(matrix, ((0, -len(matrix) % width), (0, -num_inputs % width)))
+    panels = matrix.reshape(-1, width, matrix.shape[1]).swapaxes(1, 2)
+    return Panels(panels, outputs, num_inputs, turned)
 
 
 def matmul(x: jax.Array, weight: Panels) -> jax.Array:
@@ -78,6 +82,7 @@ def can_gate(gate_up: Panels) -> bool:
 
 def _call_matmul(x: jax.Array, weight: Panels, num_columns: int, gated: bool = False) -> jax.Array:
     shape = jax.ShapeDtypeStruct((len(x), num_columns), jnp.float32)
+    x = jnp.pad(x, ((0, 0), (0, weight.panels.shape[1] - weight.num_inputs)))
     return jax.ffi.ffi_call(MATMUL, shape)(x, weight.panels, gated=gated)
 
 
