@@ -6,6 +6,7 @@ HexError
 │   └── SourceError  the model cannot be had: the hub, the bucket or the folder refused or broke off
 ├── InvalidRequest   a request's own data; it fails that request only
 ├── QueueFull        as many requests are waiting as may wait; later there will be room
+├── TimedOut         the request has taken longer than a request may (--request_timeout)
 └── EngineStopped    the request was not served: the engine failed, or is shutting down
 """
 
@@ -40,6 +41,10 @@ class InvalidRequest(HexError):
 
 
 class QueueFull(HexError):
+    pass
+
+
+class TimedOut(HexError):
     pass
 
 

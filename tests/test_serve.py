@@ -66,7 +66,7 @@ def test_the_banner_has_a_line_to_paste(tokenizer: Any, body: dict[str, Any]) ->
     assert "secret" not in banner
     (line,) = re.findall("curl .*", banner)
     assert line.startswith("curl http://localhost:7080/v1/")
-    assert json.loads(line.split("'")[1]) == body
+    assert json.loads(line.split("'")[1]) == {**body, "temperature": 0}
 
 
 @pytest.mark.parametrize(

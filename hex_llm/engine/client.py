@@ -1,8 +1,8 @@
 """The front end's side of an engine process: starts it, submits requests, puts their outputs together.
 
 Lives in one event loop. Text is made here, so that the engine's process only steps. Every request gets one
-end: its output, an InvalidRequest or QueueFull, or EngineStopped. A process that dies after it was ready is
-started again, a few times. No jax.
+end: its output, an InvalidRequest, QueueFull, TimedOut or EngineStopped. A process that dies after it was
+ready is started again, a few times. No jax.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from hex_llm.engine.protocol import (
     set_limits,
 )
 from hex_llm.engine.stats import Observer, Timeline, Vitals
-from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError
+from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError, TimedOut
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import FinishReason, Request, RequestOutput, Update
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-P", "-m", "hex_llm.engine.worker")
 LOADING = "the model is being loaded"
-FAILED = "the engine has failed; the server must be restarted"
+FAILED = "the engine has failed"
 RESTARTING = "the engine has failed and is being restarted"
 MAX_RESTARTS = 3  # within RESTARTS_S
 RESTARTS_S = 600
@@ -350,7 +350,7 @@ class EngineClient:
     def _expire(self, request_id: str) -> None:
         if generation := self._open.pop(request_id, None):
             self._send(Abort(request_id))
-            generation.fail(EngineStopped(f"the request has taken longer than {self.request_timeout_s:g} s"))
+            generation.fail(TimedOut(f"the request has taken longer than {self.request_timeout_s:g} s"))
             self._note_end(generation, FinishReason.ABORT)
 
     def _submit(self, request: Request) -> None:

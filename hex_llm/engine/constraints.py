@@ -52,8 +52,8 @@ class Constraint:
         return words & ~_bits(bad, self._vocab_size)
 
     @cached_property
-    def _early_words(self) -> Ints:
-        return self._words & ~_bits(list(self._stop_ids), self._vocab_size)
+    def _not_stop(self) -> Ints:
+        return ~_bits(list(self._stop_ids), self._vocab_size)
 
     @property
     def follows_tokens(self) -> bool:
@@ -64,11 +64,17 @@ class Constraint:
         """What may stand at `position`, after these tokens (which may be known only in part if the words do
         not follow them)."""
         self._was_early = position < self._not_before
-        words = self._early_words if self._was_early else self._words
+        words = self._words
         ends = [ids[-1] for ids in self._long_bad_words if token_ids[1 - len(ids) :] == ids[:-1]]
         if ends:
             words = words & ~_bits(ends, 32 * len(words))
-        return words if self.matcher is None else words & self.matcher.mask()
+        if self.matcher is not None:
+            words = words & self.matcher.mask()
+        if not self._was_early:
+            return words
+        early = words & self._not_stop
+        # A text that is complete by its grammar ends before min_tokens: nothing else may follow.
+        return words if self.matcher is not None and not early.any() else early
 
     def changed_words(self, token_ids: list[int], position: int) -> Ints | None:
         """None: the same as when they were last asked for."""

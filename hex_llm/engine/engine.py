@@ -22,7 +22,7 @@ from hex_llm.engine.batch import Ints
 from hex_llm.engine.constraints import Constraint, Matcher
 from hex_llm.engine.results import unpack_choice
 from hex_llm.engine.runner import CompiledLate, InFlight, Runner
-from hex_llm.engine.stats import Stats
+from hex_llm.engine.stats import Stats, Work
 from hex_llm.errors import InvalidRequest
 from hex_llm.models.spec import ModelSpec
 from hex_llm.scheduling.blocks import BlockPool, root_key
@@ -84,6 +84,7 @@ class Engine:
         self._in_flight: deque[tuple[InFlight, list[Sequence]]] = deque()
         self._updates: list[Update] = []
         self._num_padding = 0
+        self._work, self._num_flops = Work.of(spec), 0.0
         self._step = Stats()  # what the present step has noted so far
 
     def warm_up(self, progress: bool = False) -> None:
@@ -148,11 +149,13 @@ class Engine:
             num_waiting=scheduler.num_waiting + self._step.num_waiting,
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
             num_preemptions=scheduler.num_preemptions,
             num_late_compiles=self.runner.num_late_compiles,
             num_padding=self._num_padding,
+            num_flops=self._num_flops / self.config.tensor_parallel_size,
         )
 
     def check(self) -> None:
@@ -180,6 +183,7 @@ class Engine:
             self.num_steps += 1
             self._step.num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
             self._num_padding += sent.shape.num_tokens - self._step.num_tokens
+            self._num_flops += self._work.in_step(plan.chunks)
         except CompiledLate as error:
             for sequence in sequences:
                 self._fail(sequence, str(error))

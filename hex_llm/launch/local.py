@@ -173,8 +173,8 @@ def banner(engine: EngineClient, config: ServerConfig, address: str) -> str:
 def example(tokenizer: Tokenizer | None) -> str:
     """A path and a body that this model can answer."""
     if tokenizer is None:
-        return """/v1/completions -d '{"prompt": [1, 2, 3]}'"""
+        return """/v1/completions -d '{"prompt": [1, 2, 3], "temperature": 0}'"""
     if not tokenizer.chat_template:
-        return """/v1/completions -d '{"prompt": "The capital of France is"}'"""
-    question = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-    return f"/v1/chat/completions -d '{question}'"
+        return """/v1/completions -d '{"prompt": "The capital of France is", "temperature": 0}'"""
+    message = '{"role": "user", "content": "What is the capital of France?"}'
+    return f"""/v1/chat/completions -d '{{"messages": [{message}], "temperature": 0}}'"""

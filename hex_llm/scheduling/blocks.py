@@ -39,6 +39,11 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by the prefix which they hold, free or not."""
+        return len(self._block_of)
+
+    @property
     def num_usable(self) -> int:
         """Blocks that sequences may hold at all."""
         return self.num_blocks - 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError
@@ -48,9 +49,9 @@ async def healthy() -> Response:
     return Response()
 
 
-def methods_at(app: FastAPI, path: str) -> set[str]:
-    """Of all routes with this path; Starlette's refusal names those of the first one only."""
-    routes = [route for route in all_routes(app.routes) if getattr(route, "path", None) == path]
+def methods_at(app: FastAPI, request: Request) -> set[str]:
+    """Of all routes at its path; Starlette's refusal names those of the first one only."""
+    routes = [one for one in all_routes(app.routes) if one.matches(request.scope)[0] is not Match.NONE]
     return {method for route in routes for method in getattr(route, "methods", ())}
 
 
@@ -68,7 +69,7 @@ def add_error_handlers(app: FastAPI) -> None:
         reply = error(problem.status_code, str(problem.detail))
         reply.headers.update(problem.headers or {})
         if "allow" in reply.headers:
-            reply.headers["allow"] = ", ".join(sorted(methods_at(app, request.url.path)))
+            reply.headers["allow"] = ", ".join(sorted(methods_at(app, request)))
         return reply
 
     @app.exception_handler(Exception)

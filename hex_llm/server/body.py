@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -143,7 +144,7 @@ class Body(BaseModel):
     def _without_inert(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = _fields(cls)
         kept = {}
         for name, value in values.items():
             if name not in known and not _is_inert(name, value):
@@ -153,6 +154,12 @@ class Body(BaseModel):
             if name in known and value is not None:
                 kept[name] = value
         return kept
+
+
+@cache
+def _fields(kind: type[Body]) -> frozenset[str]:
+    """Their names in a body. A chat asks for each of its messages."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 def _is_inert(name: str, value: Any) -> bool:

@@ -40,6 +40,9 @@ HEADERS = {
     503: {"Retry-After": RETRY_AFTER_S},
 }
 BIG_BODY = 64 << 10  # bytes
+# Of a body, counted by its commas: parsing so many holds up everyone for a tenth of a second.
+MAX_VALUES = 500_000
+VALUES_PER_KEY = 10  # which takes as long as so many values
 MAX_HEAD = 32 << 10  # bytes of a request's path and headers
 OPEN_PATHS = ("/ping", "/health")  # for load balancers, which have no key
 WITHOUT_ENGINE = ("/metrics", "/load", "/version", "/docs", "/openapi.json")  # answered at any time
@@ -162,11 +165,11 @@ class Gate:
 
     def limited(self, receive: Receive) -> Receive:
         """Receives a body that is neither too large nor too slow."""
-        num_bytes, complete = 0, False
+        num_bytes, num_values, complete = 0, 0, False
         until = time.monotonic() + self.config.receive_timeout
 
         async def counted() -> Message:
-            nonlocal num_bytes, complete
+            nonlocal num_bytes, num_values, complete
             if complete:  # what comes now is the client's leaving
                 return await receive()
             try:
@@ -175,14 +178,25 @@ class Gate:
             except TimeoutError:
                 raise HTTPException(408, "the body has not come in time") from None
             complete = not message.get("more_body", False)
-            num_bytes += len(message.get("body", b""))
+            body = message.get("body", b"")
+            num_bytes += len(body)
             if num_bytes > self.config.max_request_bytes:
                 raise HTTPException(413, self.too_large_message())
+            # Those in texts are counted too: a text with so many would be too long as well.
+            num_values += body.count(b",") + body.count(b":") * (VALUES_PER_KEY - 1)
+            self.check_values(num_values)
             if complete and num_bytes > BIG_BODY:
                 pause_gc()
             return message
 
         return counted
+
+    def check_values(self, num_values: int) -> None:
+        """A prompt of ids may be as long as the model takes it."""
+        if num_values > MAX_VALUES and num_values > (most := max(MAX_VALUES, 2 * self.backend.max_len)):
+            raise HTTPException(
+                413, f"the body has more than {most} values (a key counts as {VALUES_PER_KEY} of them)"
+            )
 
     def too_large(self) -> Response:
         return error(413, self.too_large_message())

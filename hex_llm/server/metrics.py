@@ -193,6 +193,7 @@ class _EngineNumbers(Collector):
             ("vllm:kv_cache_usage_perc", "KV-cache usage; 1 is all of it.", _usage(s)),
             ("hex_llm:kv_blocks", "Blocks of the KV cache.", s.num_blocks),
             ("hex_llm:kv_blocks_free", "Blocks that nobody holds.", s.num_free_blocks),
+            ("hex_llm:kv_blocks_cached", "Blocks that hold a known prefix.", s.num_cached_blocks),
             ("hex_llm:stalled_seconds", "How long there has been work and no step.", vitals.stalled_s),
         ):
             gauge = GaugeMetricFamily(name, about, labels=["model_name"])
@@ -202,6 +203,7 @@ class _EngineNumbers(Collector):
             ("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", s.num_prefix_queries),
             ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", s.num_prefix_hits),
             ("vllm:num_preemptions", "Preemptions.", s.num_preemptions),
+            ("vllm:estimated_flops_per_gpu", "Floating point operations of a device.", s.num_flops),
             ("hex_llm:padding_tokens", "Tokens that steps computed in vain: padding.", s.num_padding),
             ("hex_llm:late_compiles", "Programs compiled after the warm-up.", s.num_late_compiles),
             ("hex_llm:engine_steps", "Steps of the engine.", vitals.num_steps),

@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from hex_llm import __version__
 from hex_llm.config import ServerConfig
 from hex_llm.engine.client import Generation
-from hex_llm.errors import HexError, InvalidRequest, QueueFull
+from hex_llm.errors import HexError, InvalidRequest, QueueFull, TimedOut
 from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
 from hex_llm.server.backend import Backend, raise_failure, unless_gone
 from hex_llm.server.body import parse
@@ -53,6 +53,8 @@ def problem_of(error: Exception) -> tuple[int, Json]:
             status, kind, message = 422, "validation", f"Input validation error: {in_their_words(error)}"
         case QueueFull():
             status, kind, message = 429, "overloaded", "Model is overloaded"
+        case TimedOut():
+            status, kind, message = 504, "timeout", str(error)
         case Incomplete():
             status, kind, message = 500, "incomplete_generation", "Incomplete generation"
         case HexError():

@@ -13,7 +13,7 @@ import pytest
 from hex_llm.engine import client as module
 from hex_llm.engine.client import EngineClient
 from hex_llm.engine.stats import Observer, Stats, Timeline
-from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull
+from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull, TimedOut
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import FinishReason
 from tests.engine.clients import CONFIG, LONG, SHORT, until, with_client
@@ -347,7 +347,7 @@ def test_a_request_has_only_so_much_time(stream: bool, tmp_path: Path) -> None:
     async def test(client: EngineClient) -> None:
         client.request_timeout_s = 0.3
         started = time.monotonic()
-        with pytest.raises(EngineStopped, match=r"0.3 s"):
+        with pytest.raises(TimedOut, match=r"0.3 s"):
             await (read(client) if stream else client.complete([5], LONG))
         assert 0.2 < time.monotonic() - started < 2
         await until(lambda: "idle" in journal.read_text())

@@ -250,9 +250,9 @@ def of_json(door: Door) -> Iterator[Case]:
         "single quotes": good.replace(b'"', b"'"),
         "lists in lists": inside + b', "user": %b%b}' % (b"[" * 100_000, b"]" * 100_000),
         "open lists": b"[" * 100_000,
-        "objects in objects": inside + b', "user": %b1%b}' % (b'{"a":' * 100_000, b"}" * 100_000),
+        "objects in objects": inside + b', "user": %b1%b}' % (b'{"a":' * 40_000, b"}" * 40_000),
         "less deep": inside + b', "user": %b%b}' % (b"[" * 900, b"]" * 900),
-        "many keys": inside + b"," + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}",
+        "many keys": inside + b"," + b",".join(b'"%d":1' % i for i in range(40_000)) + b"}",
         "a long key": inside + b',"%b":1}' % (b"a" * 1_000_000),
         "a long number": inside + b',"model":1%b}' % (b"0" * 1_000_000),
         "a long float": inside + b',"model":1.%b}' % (b"0" * 1_000_000),
@@ -275,10 +275,9 @@ def of_huge_json(door: Door) -> Iterator[Case]:
     (name, *_) = door.body
     values = {"lists": b",".join([b"[]"] * 3_000_000), "numbers": b",".join([b"5"] * 5_000_000)}
     for kind, value in values.items():
-        legal = kind == "numbers" and name == "tokens"
-        content = b'{"%b": [%b]}' % (name.encode(), value)
-        yield Case(kind, door.path, content, ANSWERED if legal else REFUSED)
-    yield Case("keys", door.path, b"{%b}" % b",".join(b'"%d":1' % i for i in range(800_000)))
+        yield Case(kind, door.path, b'{"%b": [%b]}' % (name.encode(), value), TOO_LARGE)
+    keys = b",".join(b'"%d":1' % i for i in range(800_000))
+    yield Case("keys", door.path, b"{%b}" % keys, TOO_LARGE)
 
 
 # ---- templates

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hex_llm.config import ServerConfig
-from hex_llm.errors import EngineStopped, HexError, ModelError, QueueFull
+from hex_llm.errors import EngineStopped, HexError, ModelError, QueueFull, TimedOut
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server.app import OPEN_PATHS, create_app
 from hex_llm.server.body import INERT
@@ -256,7 +256,7 @@ def test_only_one_structure_may_be_asked_for(backend: FakeBackend, path: str) ->
         b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
         b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
-        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"a":' * 40_000 + b"1" + b"}" * 40_000,
         b'{"instances": ' + b"[" * 900 + b"]" * 900 + b"}",
     ],
     ids=range(14),
@@ -338,6 +338,7 @@ def test_unknown_paths_and_methods(backend: FakeBackend) -> None:
         (ModelError("the template is broken"), 500),
         (HexError("the output could not be put together"), 500),
         (EngineStopped("the engine stopped"), 503),
+        (TimedOut("too long"), 504),
         (QueueFull("too many requests"), 429),
         (RuntimeError("at 0x7fffdeadbeef"), 500),
     ],

@@ -14,11 +14,14 @@ from fastapi import FastAPI
 
 from hex_llm.config import ServerConfig
 from hex_llm.engine.logs import JsonLines, TextLines
+from hex_llm.engine.outputs import for_engine
 from hex_llm.engine.stats import Timeline, Vitals
+from hex_llm.errors import TimedOut
 from hex_llm.server.app import create_app
+from hex_llm.server.gate import MAX_VALUES, VALUES_PER_KEY
 from hex_llm.server.metrics import Metrics
 from tests.server.apps import asked
-from tests.server.asking import COMPLETIONS, HELLO, JSON, ask, refusal
+from tests.server.asking import CHAT, COMPLETIONS, GENERATE, HELLO, JSON, ask, refusal
 from tests.server.fakes import FakeBackend, byte_tokenizer
 
 SLOW = {"prompt": "hello", "max_tokens": 5}
@@ -122,22 +125,68 @@ def test_the_time_is_up_only_before_the_reply_begins() -> None:
     assert "error" not in reply.text
 
 
+class TooSlow(FakeBackend):
+    """Its time is up after a token, as the engine's client tells it."""
+
+    async def _feed(self, generation: Any) -> None:
+        generation.add(next(iter(self.updates(for_engine(generation.collector.request)))))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        generation.fail(TimedOut("the request has taken longer than 1 s"))
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, "/generate_stream"])
+def test_a_stream_whose_time_is_up_says_so(path: str) -> None:
+    body = HELLO.get(path, {"inputs": "hello"})
+    reply = ask(TooSlow(byte_tokenizer()), "POST", path, json={**body, "stream": True})
+    assert reply.status_code == 200
+    ends = "\0" if path == GENERATE else "\n\n"
+    *_, last = reply.text.removesuffix("data: [DONE]\n\n").removesuffix(ends).split(ends)
+    told = json.loads(last.removeprefix("data: "))
+    if path == "/generate_stream":
+        assert told == {"error": "the request has taken longer than 1 s", "error_type": "timeout"}
+    else:
+        assert (told["error"]["code"], told["error"]["type"]) == (504, "server_error")
+        assert "longer than 1 s" in told["error"]["message"]
+
+
+def test_tgi_tells_that_the_time_is_up(backend: FakeBackend) -> None:
+    backend.error = TimedOut("too long")
+    reply = ask(backend, "POST", GENERATE, json={"inputs": "hello"})
+    assert (reply.status_code, reply.json()) == (504, {"error": "too long", "error_type": "timeout"})
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("body", "status"),
     [
-        b"[" * 5_000_000,
-        b'{"a":' * 1_500_000,
-        b'{"prompt": [' + b"[]," * 2_000_000 + b"[]]}",
-        b'{"prompt": "a", "n": ' + b"9" * 5_000_000 + b"}",
-        b"{" + b",".join(b'"k%d": 0' % i for i in range(500_000)) + b"}",
-        b'{"prompt": "' + b"\\u0000" * 1_500_000 + b'", "x": 1}',
+        (b"[" * 5_000_000, 400),
+        (b'{"a":' * 1_500_000, 413),
+        (b'{"prompt": [' + b"[]," * 2_000_000 + b"[]]}", 413),
+        (b'{"prompt": "a", "n": ' + b"9" * 5_000_000 + b"}", 400),
+        (b"{" + b",".join(b'"k%d": 0' % i for i in range(500_000)) + b"}", 413),
+        (b'{"prompt": "' + b"\\u0000" * 1_500_000 + b'", "x": 1}', 400),
+        (b'{"prompt": "' + b",:" * 1_500_000 + b'", "x": 1}', 413),
+        (('{"prompt": ["\\"",' + "5," * 1_000_000 + "5]}").encode("utf-16"), 413),
     ],
-    ids=["lists", "objects", "many lists", "number", "keys", "escapes"],
+    ids=["lists", "objects", "many lists", "number", "keys", "escapes", "text", "UTF-16"],
 )
-def test_bombs_are_refused_soon(backend: FakeBackend, body: bytes) -> None:
+def test_bombs_are_refused_soon(backend: FakeBackend, body: bytes, status: int) -> None:
     started = time.process_time()
-    refusal(ask(backend, "POST", COMPLETIONS, content=body, headers=JSON))
-    assert time.process_time() - started < 5
+    reply = ask(backend, "POST", COMPLETIONS, content=body, headers=JSON)
+    assert ("values" in refusal(reply, status)["message"]) == (status == 413)
+    assert time.process_time() - started < 1
+
+
+def test_keys_count_more_than_values(backend: FakeBackend) -> None:
+    many = {str(i): 0 for i in range(MAX_VALUES // VALUES_PER_KEY + 1)}
+    refusal(ask(backend, "POST", COMPLETIONS, json={"prompt": "hello", "metadata": many}), 413)
+
+
+def test_a_prompt_may_be_as_long_as_the_model_takes(backend: FakeBackend) -> None:
+    body = {"prompt": [5] * (MAX_VALUES + 10)}
+    refusal(ask(backend, "POST", COMPLETIONS, json=body), 413)
+    backend.max_len = MAX_VALUES + 100
+    assert "tokens" in refusal(ask(backend, "POST", COMPLETIONS, json=body))["message"]
 
 
 # ---- ids, counts, the log
@@ -152,10 +201,21 @@ def test_ids_are_echoed(backend: FakeBackend, given: str, echoed: bool) -> None:
     assert len(reply.headers["x-request-id"]) <= 128
 
 
-def test_the_methods_of_a_route_are_told(backend: FakeBackend) -> None:
-    reply = ask(backend, "GET", COMPLETIONS)
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        (COMPLETIONS, "POST"),
+        ("/v1/models", "GET"),
+        ("/ping", "GET, POST"),
+        ("/", "GET, HEAD, POST"),
+        ("/generate", "GET, POST"),
+        ("/v1/responses/abc", "DELETE, GET"),
+    ],
+)
+def test_the_methods_of_a_path_are_told(backend: FakeBackend, path: str, allowed: str) -> None:
+    reply = ask(backend, "OPTIONS", path, config={"health_route": "/generate"})
     refusal(reply, 405)
-    assert "POST" in reply.headers["allow"]
+    assert reply.headers["allow"] == allowed
 
 
 def test_open_requests_are_counted(backend: FakeBackend) -> None:

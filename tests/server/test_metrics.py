@@ -24,7 +24,7 @@ VLLM = {
     "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket",
     "request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket",
     "request_inference_time_seconds_bucket", "iteration_tokens_total_bucket", "lora_requests_info",
-    "request_prompt_tokens_bucket", "request_generation_tokens_bucket",
+    "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "estimated_flops_per_gpu_total",
 }  # fmt: skip
 
 
@@ -58,11 +58,13 @@ def test_what_the_engine_tells() -> None:
         num_waiting=2,
         num_blocks=100,
         num_free_blocks=25,
+        num_cached_blocks=12,
         num_prefix_queries=40,
         num_prefix_hits=10,
         num_preemptions=1,
         num_late_compiles=4,
         num_padding=50,
+        num_flops=2.5e15,
     )
     metrics = Metrics("fake", vitals)
     found = told(metrics)
@@ -72,6 +74,8 @@ def test_what_the_engine_tells() -> None:
     assert found["vllm:prefix_cache_queries_total"] == 40
     assert found["vllm:prefix_cache_hits_total"] == 10
     assert found["vllm:num_preemptions_total"] == 1
+    assert found["vllm:estimated_flops_per_gpu_total"] == 2.5e15
+    assert found["hex_llm:kv_blocks_cached"] == 12
     assert found["hex_llm:late_compiles_total"] == 4
     assert found["hex_llm:padding_tokens_total"] == 50
     assert found["hex_llm:engine_steps_total"] == 7
