@@ -22,7 +22,8 @@ from hex_llm.engine.batch import Ints
 from hex_llm.engine.constraints import Constraint, Matcher
 from hex_llm.engine.results import unpack_choice
 from hex_llm.engine.runner import CompiledLate, InFlight, Runner
-from hex_llm.engine.stats import Stats, Work
+from hex_llm.engine.stats import Stats
+from hex_llm.engine.work import Work
 from hex_llm.errors import InvalidRequest
 from hex_llm.models.spec import ModelSpec
 from hex_llm.scheduling.blocks import BlockPool, root_key

@@ -27,7 +27,8 @@ from hex_llm.engine.programs import Pages
 from hex_llm.engine.results import unpack_logprobs
 from hex_llm.engine.slots import SlotLayout
 from hex_llm.errors import HexError
-from hex_llm.kernels import cpu, reference
+from hex_llm.kernels import cpu, gpu, reference
+from hex_llm.kernels.attention import PagedAttention
 from hex_llm.models.params import Weights, in_panels
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, TP
@@ -96,7 +97,7 @@ class Runner:
         self._is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
-        attend = reference.paged_attention if width is None else cpu.paged_attention
+        attend = cpu.paged_attention if width is not None else accelerated_attention(spec, mesh, dtype)
         self._attend = programs.split_by_head(attend, mesh)
         self._programs: dict[Key, Program] = {}
 
@@ -272,6 +273,16 @@ def cpu_panel_width(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> int | 
         return None
     width = cpu.panel_width()
     return width if width is not None and spec.head_dim % (width // cpu.PANEL_VECTORS) == 0 else None
+
+
+def accelerated_attention(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> PagedAttention:
+    """The kernel for the mesh's devices, or the reference where there is none for them or for this model."""
+    if mesh.devices.flat[0].platform != "gpu":
+        return reference.paged_attention
+    if gpu.can_attend(spec.group_size, spec.head_dim, dtype):
+        return gpu.paged_attention
+    log.warning("no attention kernel for heads of %d in %s: a slower one is used", spec.head_dim, dtype)
+    return reference.paged_attention
 
 
 def allocate_pages(

@@ -1,0 +1,129 @@
+"""paged_attention for NVIDIA GPUs: which kernel (gpu_kernel.py) is launched for a step, and how it is cut.
+
+It knows nothing of meshes: it sees the heads of one device. docs/kernels.md tells why the tilings are as they
+are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.gpu_kernel import Options, Tiling, attend, next_power, write_kv
+
+MIN_DOT = 16  # the least side of a matrix product
+MAX_GROUP = 64  # query heads per KV head
+MAX_HEAD_DIM = 256
+
+
+def can_attend(group: int, head_dim: int, dtype: Any) -> bool:
+    """Whether the kernels here are for models like this; `dtype` is that of queries and pages alike. What
+    they are not for, the reference does."""
+    known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+    return known and group <= MAX_GROUP and head_dim % 8 == 0 and MIN_DOT <= head_dim <= MAX_HEAD_DIM
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    batch: Batch,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
+    are exact, and there a row's result does not depend on the others of the batch."""
+    pages, tickets = write_kv(k, v, pages, batch.slots)
+    options = Options(mask, scale, softcap)
+    num_decode = len(batch.decode_tables)
+    positions, sequences = batch.positions, batch.sequences - num_decode
+    parts = []
+    if num_decode:
+        tiling = decode_tiling(q[:num_decode], pages, batch.decode_tables)
+        rows = (q[:num_decode], positions[:num_decode])
+        parts.append(decode(*rows, pages, batch.decode_tables, tickets[:num_decode], options, tiling))
+    if len(batch.prefill_tables):
+        tiling = prefill_tiling(q[num_decode:], pages, batch.prefill_tables)
+        owned = (q[num_decode:], positions[num_decode:], sequences[num_decode:])
+        parts.append(prefill(*owned, pages, batch.prefill_tables, tickets[num_decode:], options, tiling))
+    return jnp.concatenate(parts), pages
+
+
+def decode_tiling(q: jax.Array, pages: jax.Array, tables: jax.Array) -> Tiling:
+    num_seqs, num_kv_heads, group, head_dim = q.shape
+    rows = max(next_power(group), MIN_DOT)
+    if pages.dtype == jnp.float32:  # the same for all batches, so that rows do not depend on their number
+        return Tiling(rows, keys=32, splits=16, min_split=256, warps=4, stages=2)
+    programs, reach = num_seqs * num_kv_heads, tables.shape[1] * pages.shape[1]
+    if programs <= 8 and rows == MIN_DOT:  # few: one on each multiprocessor, that reads far ahead
+        tiling = Tiling(rows, 128, splits=min(128 // programs, 64), min_split=128, warps=4, stages=5)
+    elif programs <= 64:
+        tiling = Tiling(rows, 64, splits=max(256 // programs, 4), min_split=256, warps=2, stages=5)
+    elif programs <= 128:
+        tiling = Tiling(rows, 64, splits=8, min_split=512, warps=4, stages=3)
+    else:  # many: splits only balance rows of different lengths
+        tiling = Tiling(rows, 128, splits=16, min_split=1024 if programs <= 512 else 2048, warps=4, stages=2)
+    if head_dim > 128:
+        tiling = replace(tiling, keys=32, warps=4, stages=2)
+    return replace(tiling, splits=min(tiling.splits, pl.cdiv(reach, tiling.min_split)))
+
+
+def prefill_tiling(q: jax.Array, pages: jax.Array, tables: jax.Array) -> Tiling:
+    num_rows, num_kv_heads, group, head_dim = q.shape
+    if pages.dtype == jnp.float32:
+        return Tiling(max(next_power(group), 32), keys=32, splits=1, min_split=256, warps=4, stages=2)
+    rows = 128 if num_rows * group <= 128 or head_dim > 128 else 256
+    programs = pl.cdiv(num_rows * group, rows) * num_kv_heads
+    reach = tables.shape[1] * pages.shape[1]
+    splits = max(min(256 // programs, reach // 512, 8), 1)  # few rows may see a long prefix
+    return Tiling(rows, 64, splits, min_split=512, warps=8, stages=5 if head_dim <= 128 else 2)
+
+
+def decode(
+    q: jax.Array,
+    positions: jax.Array,
+    pages: jax.Array,
+    tables: jax.Array,
+    tickets: jax.Array,
+    options: Options,
+    tiling: Tiling,
+) -> jax.Array:
+    """q [S, K, G, H], one row for each sequence."""
+    return attend(q, positions, None, pages, tables, tickets, options, tiling)
+
+
+def prefill(
+    q: jax.Array,
+    positions: jax.Array,
+    sequences: jax.Array,
+    pages: jax.Array,
+    tables: jax.Array,
+    tickets: jax.Array,
+    options: Options,
+    tiling: Tiling,
+) -> jax.Array:
+    """q [T, K, G, H], rows of a sequence together. Padding, wherever it says it belongs, stays finite."""
+    sequences = jnp.maximum(sequences, 0)
+    starts = row_blocks(sequences, len(tables), tiling.rows // q.shape[2])
+    return attend(q, positions, (sequences, starts), pages, tables, tickets, options, tiling)
+
+
+def row_blocks(sequences: jax.Array, num_seqs: int, length: int) -> jax.Array:
+    """[N + 1] where blocks of rows begin, each of one sequence and at most `length` rows; a block ends where
+    the next begins, and those that are too many are empty."""
+    num_rows = len(sequences)
+    place = jnp.arange(num_rows, dtype=jnp.int32)
+    changes = jnp.concatenate([jnp.ones(1, bool), sequences[1:] != sequences[:-1]])
+    run_start = lax.cummax(jnp.where(changes, place, 0))
+    begins = (place - run_start) % length == 0
+    most = num_rows // length + num_seqs + 1  # padding may be a run of its own
+    return jnp.nonzero(begins, size=most + 1, fill_value=num_rows)[0].astype(jnp.int32)

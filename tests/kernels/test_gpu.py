@@ -1,0 +1,164 @@
+"""The GPU's kernels against the reference, interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hex_llm.kernels import gpu, gpu_kernel, reference
+from hex_llm.kernels.attention import Batch, Mask
+
+DECODES = [0, 5, 63, 64, 299]  # positions; everything before is cached
+CHUNKS = [(0, 50), (100, 40), (0, 1), (290, 3)]  # (cached, new tokens)
+
+
+def ragged(
+    decodes: list[int],
+    chunks: list[tuple[int, int]],
+    *,
+    block_size: int = 16,
+    kv_heads: int = 1,
+    group: int = 2,
+    head_dim: int = 16,
+    dtype: Any = jnp.float32,
+    num_padding: int = 11,
+    seed: int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Batch]:
+    """The arguments of paged_attention: blocks in any order, and padding behind the prefills."""
+    rng = np.random.default_rng(seed)
+    lengths = [p + 1 for p in decodes] + [cached + new for cached, new in chunks]
+    width = -(-max(lengths) // block_size)
+    tables = np.zeros((len(lengths), width), np.int32)
+    free = rng.permutation(len(lengths) * width) + 1
+    for i, n in enumerate(lengths):
+        reached = -(-n // block_size)
+        tables[i, :reached] = free[i * width : i * width + reached]
+    rows = [(i, p) for i, p in enumerate(decodes)]
+    rows += [(len(decodes) + i, c + t) for i, (c, n) in enumerate(chunks) for t in range(n)]
+    rows += [(0, 0)] * num_padding
+    slots = [tables[i, p // block_size] * block_size + p % block_size for i, p in rows]
+    slots[len(rows) - num_padding :] = [0] * num_padding
+    batch = Batch(
+        positions=jnp.array([p for _, p in rows], jnp.int32),
+        sequences=jnp.array([i for i, _ in rows], jnp.int32),
+        slots=jnp.array(slots, jnp.int32),
+        decode_tables=jnp.array(tables[: len(decodes)]),
+        prefill_tables=jnp.array(tables[len(decodes) :]),
+    )
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.array(rng.standard_normal(shape, dtype=np.float32), dtype)
+
+    q = normal(len(rows), kv_heads, group, head_dim)
+    k, v = normal(len(rows), kv_heads, head_dim), normal(len(rows), kv_heads, head_dim)
+    return q, k, v, normal(len(free) + 1, block_size, kv_heads, 2, head_dim), batch
+
+
+def run(attend: Any, arguments: tuple[Any, ...], **options: Any) -> tuple[jax.Array, jax.Array]:
+    """Compiled in haste: what interprets kernels is long, and is run once."""
+    lowered = jax.jit(partial(attend, **options)).lower(*arguments)
+    hasty = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return lowered.compile(compiler_options=hasty)(*arguments)
+
+
+def check(arguments: tuple[Any, ...], mask: Mask, softcap: float | None = None) -> None:
+    options = {"mask": mask, "scale": arguments[0].shape[-1] ** -0.5, "softcap": softcap}
+    out, pages = run(gpu.paged_attention, arguments, **options)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arguments)
+    with jax.default_matmul_precision("highest"):
+        expected, stored = run(reference.paged_attention, exact, **options)
+    np.testing.assert_array_equal(pages[1:].astype(jnp.float32), stored[1:])
+    real = np.asarray(arguments[4].slots) > 0
+    tolerance = {"atol": 2e-6} if out.dtype == jnp.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    got = np.asarray(out.astype(jnp.float32))
+    np.testing.assert_allclose(got[real], np.asarray(expected)[real], **tolerance)
+    assert np.isfinite(got).all(), "padding must stay finite"
+
+
+@pytest.mark.parametrize(
+    ("mask", "softcap", "group", "head_dim", "block_size", "dtype"),
+    [
+        (Mask(), None, 3, 16, 16, jnp.float32),
+        (Mask(window=5), 1.5, 1, 96, 8, jnp.float32),
+        (Mask(window=100), None, 7, 64, 32, jnp.bfloat16),
+        (Mask(chunk=48), None, 32, 16, 512, jnp.float32),
+        (Mask(), 1.5, 2, 16, 2048, jnp.bfloat16),
+    ],
+)
+def test_decodes_and_prefills(
+    mask: Mask, softcap: float | None, group: int, head_dim: int, block_size: int, dtype: Any
+) -> None:
+    sizes = {"group": group, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
+    check(ragged(DECODES, CHUNKS, kv_heads=3 if group == 3 else 1, **sizes), mask, softcap)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunks", "dtype"),
+    [([3000, 0, 700], [], jnp.float32), ([3000, 0, 700], [(1500, 9), (20, 3)], jnp.bfloat16)],
+)
+def test_several_splits(decodes: list[int], chunks: list[tuple[int, int]], dtype: Any) -> None:
+    check(ragged(decodes, chunks, dtype=dtype, num_padding=2 * len(chunks)), Mask(window=1400))
+
+
+def test_large_heads() -> None:
+    check(ragged([40, 70], [(30, 20)], head_dim=256, dtype=jnp.bfloat16), Mask())
+
+
+def test_only_prefills_with_padding_that_claims_to_be_of_the_first() -> None:
+    check(ragged([], [(20, 30), (0, 5)], num_padding=82), Mask())
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunks"), [([700, 2, 90, 1500], []), ([], [(300, 20), (40, 30), (0, 60)])]
+)
+def test_a_row_does_not_depend_on_its_neighbours(decodes: list[int], chunks: list[tuple[int, int]]) -> None:
+    options = {"mask": Mask(), "scale": 0.25, "softcap": None}
+    q, k, v, pages, batch = ragged(decodes, chunks, num_padding=0)
+    together, _ = run(gpu.paged_attention, (q, k, v, pages, batch), **options)
+    first = chunks[0][1] if chunks else 1
+    tokens = (x[:first] for x in (batch.positions, batch.sequences, batch.slots))
+    alone = Batch(*tokens, batch.decode_tables[:1], batch.prefill_tables[:1])
+    out, _ = run(gpu.paged_attention, (q[:first], k[:first], v[:first], pages, alone), **options)
+    np.testing.assert_array_equal(together[:first], out)
+
+
+def test_keys_before_the_window_are_not_read() -> None:
+    """They are not numbers, which even a weight of 0 would spread."""
+    q, k, v, pages, batch = ragged([600], [(600, 40)], num_padding=0, block_size=32)
+    unseen = jnp.concatenate([batch.decode_tables, batch.prefill_tables])[:, :16].ravel()
+    arguments = q, k, v, pages.at[unseen].set(jnp.nan), batch
+    out, _ = run(gpu.paged_attention, arguments, mask=Mask(window=64), scale=0.25, softcap=None)
+    assert np.isfinite(np.asarray(out)).all()
+
+
+def test_what_the_kernels_are_for() -> None:
+    assert gpu.can_attend(7, 96, jnp.bfloat16)
+    assert not gpu.can_attend(71, 64, jnp.bfloat16)
+    assert not gpu.can_attend(1, 8, jnp.float32)
+    assert not gpu.can_attend(1, 64, jnp.float16)
+
+
+def test_row_blocks() -> None:
+    sequences = jnp.array([0] * 9 + [1] * 4 + [2] + [0] * 2)
+    assert gpu.row_blocks(sequences, 3, 4).tolist() == [0, 4, 8, 9, 13, 14, 16, 16, 16]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_lowers_for_gpus(dtype: Any, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that goes without a GPU: to Triton's own language."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("it runs here")
+    monkeypatch.setattr(gpu_kernel, "_interpreted", lambda: False)
+    arguments = ragged(DECODES, CHUNKS, dtype=dtype, group=3, head_dim=96, num_padding=2)
+
+    def attend(*arguments: Any) -> Any:
+        return gpu.paged_attention(*arguments, mask=Mask(window=70), scale=0.1, softcap=softcap)
+
+    lowered = jax.jit(attend).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("triton") >= 3  # the write, decodes, prefills
