@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from hex_llm.sampling_params import SamplingParams
 
 
@@ -46,15 +48,17 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: list[float]
 
 
-@dataclass
-class Update:
-    """What one step brought for one choice of a request. The one with a finish_reason is its last."""
+class Update(msgspec.Struct, array_like=True):
+    """What one step brought for one choice of a request. The one with a finish_reason is its last.
+
+    There is one for each token, so it is made to be sent quickly.
+    """
 
     request_id: str
     index: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each token, if wanted
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on, if wanted
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []  # one for each token, if wanted
+    prompt_logprobs: list[TokenLogprobs] = []  # from the second token on, if wanted
     num_cached: int = 0  # prompt tokens that the prefix cache held
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the one of params.stop_token_ids that ended it

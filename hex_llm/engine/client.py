@@ -48,7 +48,7 @@ from hex_llm.engine.protocol import (
     report_address,
     set_limits,
 )
-from hex_llm.engine.stats import Observer, Timeline, Vitals
+from hex_llm.engine.stats import Observer, Stats, Timeline, Vitals
 from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError, TimedOut
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
@@ -64,6 +64,7 @@ FAILED = "the engine has failed"
 RESTARTING = "the engine has failed and is being restarted"
 MAX_RESTARTS = 3  # within RESTARTS_S
 RESTARTS_S = 600
+UPDATES_AT_A_TIME = 32  # are taken in before their readers get a turn: the last need not wait for all others
 MAX_PATH = 107  # bytes of a Unix socket's name
 KILL_S = 5  # what the system gets to end a killed process
 
@@ -76,7 +77,8 @@ class Generation:
         self.timeline = timeline or Timeline()
         self.reasons: dict[int, str] = {}  # of the choices that have ended
         self._error: HexError | None = None
-        self._news = asyncio.Event()
+        self._has_news = False
+        self._reader: asyncio.Future[None] | None = None  # waits for news
         self._end = asyncio.Event()
 
     @property
@@ -94,8 +96,10 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while True:
-            await self._news.wait()
-            self._news.clear()
+            if not self._has_news:
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+            self._has_news = False
             ended = self.ended  # what comes while the deltas are read makes news again
             for delta in self.collector.deltas():
                 yield delta
@@ -109,16 +113,22 @@ class Generation:
         must_stop = self.collector.add(update)
         if must_stop or update.finish_reason is not None:
             self.reasons.setdefault(update.index, update.finish_reason or FinishReason.STOP)
-        self._news.set()
-        if self.collector.finished:
-            self._end.set()
+            if self.collector.finished:
+                self._end.set()
+        self._tell()
         return must_stop
 
     def fail(self, error: HexError) -> None:
         if not self.ended:
             self._error = error
-            self._news.set()
             self._end.set()
+            self._tell()
+
+    def _tell(self) -> None:
+        """As an asyncio.Event for one reader, in a third of its time: this is done for each token."""
+        self._has_news = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class EngineClient:
@@ -388,14 +398,14 @@ class EngineClient:
             report = self._reader.decode(await self._inbox.recv())
             if report is not None:
                 try:
-                    self._take(report)
+                    await self._take(report)
                 except Exception:  # nothing may end this loop: all requests would wait for ever
                     log.exception("a report of the engine could not be taken in")
                     self.fail(FAILED)
                     if self._process is not None and self._process.returncode is None:
                         self._process.kill()
 
-    def _take(self, report: Report) -> None:
+    async def _take(self, report: Report) -> None:
         match report:
             case Step(updates, num_steps, stats):
                 now = time.monotonic()
@@ -403,9 +413,7 @@ class EngineClient:
                 for request_id, seconds in stats.waited:
                     if generation := self._open.get(request_id):
                         generation.timeline.queued_s = seconds
-                self.observer.stepped(stats)
-                for update in updates:
-                    self._update(update, now)
+                await self._take_updates(updates, stats, now)
             case Refused(request_id, kind, message, param):
                 self._settle(request_id, self._pending.get(request_id, 0))
                 if generation := self._open.pop(request_id, None):
@@ -419,15 +427,30 @@ class EngineClient:
             case Failed(kind, message):
                 self._lost(_error(kind, message))
 
-    def _update(self, update: Update, now: float) -> None:
-        if update.finish_reason is not None:
-            self._settle(update.request_id, 1)
-        generation = self._open.get(update.request_id)
-        if generation is None:  # it has ended for its reader
-            return
+    async def _take_updates(self, updates: Sequence[Update], stats: Stats, now: float) -> None:
+        num_tokens, pauses = 0, []
+        # Behind, it is better that readers get several tokens at once.
+        is_behind = int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN
+        for i, update in enumerate(updates, 1):
+            if i % UPDATES_AT_A_TIME == 0 and not is_behind:
+                await asyncio.sleep(0)
+            if update.finish_reason is not None:
+                self._settle(update.request_id, 1)
+            generation = self._open.get(update.request_id)
+            if generation is None:  # it has ended for its reader
+                continue
+            if (num_new := len(update.token_ids)) and update.index not in generation.reasons:
+                num_tokens += num_new
+                pause = generation.timeline.add_tokens(update.index, num_new, now)
+                if pause is not None:
+                    pauses.append(pause)
+                elif not generation.timeline.first:
+                    self._note_first_token(generation.timeline, update, now)
+            self._update(generation, update)
+        self.observer.stepped(stats, num_tokens, pauses)
+
+    def _update(self, generation: Generation, update: Update) -> None:
         try:
-            if update.token_ids and update.index not in generation.reasons:
-                self._note_tokens(generation.timeline, update, now)
             if generation.add(update):
                 self._send(Stop(update.request_id, update.index))
         except Exception:  # a request's own data fails that request only
@@ -438,12 +461,9 @@ class EngineClient:
             del self._open[update.request_id]
             self._note_end(generation, FinishReason.ERROR)
 
-    def _note_tokens(self, timeline: Timeline, update: Update, now: float) -> None:
-        timeline.num_cached = max(timeline.num_cached, update.num_cached)
-        self.observer.got_tokens(timeline, update.index, len(update.token_ids), now)
-        timeline.first = timeline.first or now
-        timeline.last[update.index] = now
-        timeline.num_generated += len(update.token_ids)
+    def _note_first_token(self, timeline: Timeline, update: Update, now: float) -> None:
+        timeline.first, timeline.num_cached = now, update.num_cached
+        self.observer.got_first_token(timeline)
 
 
 def _error(kind: str, message: str, param: str | None = None) -> HexError:

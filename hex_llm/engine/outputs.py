@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from hex_llm.text.detokenize import Detokenizer
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import (
@@ -24,8 +26,7 @@ from hex_llm.types import (
 )
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(msgspec.Struct):
     """What is new in one choice since it was last asked for."""
 
     index: int
@@ -85,8 +86,10 @@ class OutputCollector:
         choice = self._choices[update.index]
         if choice.ended:
             return False
-        self.num_cached = max(self.num_cached, update.num_cached)
-        self._prompt_logprobs += update.prompt_logprobs
+        if update.num_cached > self.num_cached:
+            self.num_cached = update.num_cached
+        if update.prompt_logprobs:
+            self._prompt_logprobs += update.prompt_logprobs
         choice.add(update, self.request.params.include_stop_str_in_output)
         if choice.finish_reason is None:
             return False
@@ -100,10 +103,11 @@ class OutputCollector:
         """
         found = []
         for choice in self._choices:
-            if choice.has_news:
-                text, token_ids, raw = choice.take_news()
+            if news := choice.take_news():
+                text, token_ids, raw = news
+                logprobs = self._logprobs(token_ids, raw)
                 end = choice.finish_reason, choice.stop_reason, choice.error, choice.error_param
-                found.append(Delta(choice.index, text, token_ids, self._logprobs(token_ids, raw), *end))
+                found.append(Delta(choice.index, text, token_ids, logprobs, *end))
         return found
 
     def output(self) -> RequestOutput:
@@ -185,14 +189,16 @@ class _Choice:
     end_is_told: bool = False
 
     def add(self, update: Update, include_stop: bool) -> None:
-        ended = update.finish_reason is not None
-        # Stopped by the engine with a token, it is that token; stopped otherwise, there is none.
-        hidden = update.finish_reason is FinishReason.STOP and not include_stop
-        text_ids = update.token_ids[:-1] if hidden else update.token_ids
-        self.token_ids += update.token_ids
-        self.logprobs += update.logprobs
-        self.finish_reason, self.stop_reason = update.finish_reason, update.stop_token_id
-        self.error, self.error_param = update.error, update.param
+        text_ids, ended = update.token_ids, update.finish_reason is not None
+        self.token_ids += text_ids
+        if update.logprobs:
+            self.logprobs += update.logprobs
+        if ended:
+            self.finish_reason, self.stop_reason = update.finish_reason, update.stop_token_id
+            self.error, self.error_param = update.error, update.param
+            # Stopped by the engine with a token, it is that token; stopped otherwise, there is none.
+            if update.finish_reason is FinishReason.STOP and not include_stop:
+                text_ids = text_ids[:-1]
         if self.detokenizer is None:
             return
         if text := self.detokenizer.add(text_ids, ended=ended):
@@ -215,15 +221,13 @@ class _Choice:
         failed = self.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
         return -math.inf if failed or not self.logprobs else self.cumulative_logprob / len(self.logprobs)
 
-    @property
-    def has_news(self) -> bool:
-        end_is_new = self.ended and not self.end_is_told
-        return end_is_new or self.num_told < len(self.token_ids) or self.num_pieces_told < len(self.pieces)
-
-    def take_news(self) -> tuple[str, list[int], list[TokenLogprobs]]:
-        start, first = self.num_told, self.num_pieces_told
-        self.num_told, self.num_pieces_told = len(self.token_ids), len(self.pieces)
-        self.end_is_told = self.ended
+    def take_news(self) -> tuple[str, list[int], list[TokenLogprobs]] | None:
+        """What is new since the last call, if anything is."""
+        start, first, ended = self.num_told, self.num_pieces_told, self.finish_reason is not None
+        num_tokens, num_pieces = len(self.token_ids), len(self.pieces)
+        if start == num_tokens and first == num_pieces and (self.end_is_told or not ended):
+            return None
+        self.num_told, self.num_pieces_told, self.end_is_told = num_tokens, num_pieces, ended
         return "".join(self.pieces[first:]), self.token_ids[start:], self.logprobs[start:]
 
 

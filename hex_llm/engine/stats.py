@@ -51,6 +51,13 @@ class Timeline:
     num_cached: int = 0
     num_generated: int = 0
 
+    def add_tokens(self, index: int, num_tokens: int, now: float) -> float | None:
+        """How long the choice has waited for them; None: they are its first."""
+        before = self.last.get(index)
+        self.last[index] = now
+        self.num_generated += num_tokens
+        return None if before is None else now - before
+
     @property
     def begun(self) -> float:
         """When the engine took it out of the queue."""
@@ -84,10 +91,10 @@ class Observer:
     def began(self, timeline: Timeline) -> None:
         """Called by the task that asks for it."""
 
-    def stepped(self, stats: Stats) -> None: ...
+    def got_first_token(self, timeline: Timeline) -> None: ...
 
-    def got_tokens(self, timeline: Timeline, index: int, num_tokens: int, now: float) -> None:
-        """Before `timeline` knows of them."""
+    def stepped(self, stats: Stats, num_tokens: int, pauses: list[float]) -> None:
+        """`num_tokens` came of it, for requests that are read; choices had waited so long for their next."""
 
     def ended(self, timeline: Timeline, reasons: list[str]) -> None:
         """Once, with the reason of each choice that was not told before."""

@@ -9,6 +9,8 @@ import h11
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hex_llm.server.stream import SEND_PIECE
+
 LINGER_S = 2  # what a client gets to send the rest of a body that nobody reads
 # Of the system for each connection: what it holds for a client that does not read is not seen here.
 SEND_BUFFER = 128 << 10
@@ -61,24 +63,26 @@ def connection(receive_s: float, send_s: float) -> type[asyncio.Protocol]:
         # ---- what goes
 
         async def run_app(self, scope: Any, receive: Any, send: Any) -> None:
-            await self.whole_app(scope, receive, self.sender(scope, send))
-
-        def sender(self, scope: Any, send: Any) -> Any:
-            """As `send`, but frames the pieces of streams itself: h11 takes its time with each."""
+            """Gives the app a way to send the pieces of streams (SEND_PIECE), without the middleware, which
+            has nothing to do with them, and without h11, which takes its time with each."""
             cycle, chunked = self.cycle, False  # the next cycle begins when this one has ended
 
-            async def send_quickly(message: Any) -> None:
+            async def send_and_see(message: Any) -> None:
                 nonlocal chunked
-                if chunked and message.get("more_body") and (body := message.get("body")):
-                    if self.flow.write_paused and not cycle.disconnected:
-                        await self.flow.drain()
-                    if not cycle.disconnected:
-                        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-                    return
                 await send(message)
-                chunked = chunked_after(message, scope)
+                if message["type"] == "http.response.start":
+                    chunked = chunked_after(message, scope)
 
-            return send_quickly
+            async def send_piece(piece: bytes) -> None:
+                if self.flow.write_paused and not cycle.disconnected:
+                    await self.flow.drain()
+                if not chunked:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                elif not cycle.disconnected:
+                    self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+            scope[SEND_PIECE] = send_piece
+            await self.whole_app(scope, receive, send_and_see)
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -103,9 +107,7 @@ def connection(receive_s: float, send_s: float) -> type[asyncio.Protocol]:
 
 
 def chunked_after(message: Any, scope: Any) -> bool:
-    """Whether h11 will put what follows this message into HTTP's chunks; rarer cases are left to it."""
-    if message["type"] != "http.response.start":
-        return False
+    """Whether h11 will put what follows this head into HTTP's chunks; rarer cases are left to it."""
     plain = scope["method"] == "POST" and scope["http_version"] == "1.1" and message["status"] == 200
     sized = {b"content-length", b"transfer-encoding"}
     return plain and not any(name.lower() in sized for name, _ in message["headers"])

@@ -7,6 +7,7 @@ answers 503 again while running requests finish; a second signal does not wait f
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -105,6 +106,10 @@ async def start(
     except BaseException:
         server.should_exit = True
         raise
+    # All that was made so far stays: looking for garbage in it again and again would hold up every stream.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # a step may make thousands of objects
     print(banner(engine, config, address), flush=True)
 
 

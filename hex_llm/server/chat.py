@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from hex_llm.config import ServerConfig
@@ -81,7 +80,7 @@ async def stream_chat(
     def opening(generation: Generation) -> Fields:
         return {"prompt_token_ids": generation.collector.request.prompt_ids}
 
-    pieces = chunks(
+    return chunks(
         backend,
         jobs,
         request,
@@ -90,9 +89,6 @@ async def stream_chat(
         opening=opening if request.return_token_ids else None,
         usage_at_end=usage_at_end,
     )
-    async with aclosing(pieces):
-        async for piece in pieces:
-            yield piece
 
 
 # ---- from a request to a prompt

@@ -8,16 +8,19 @@ come. Every app has a registry of its own.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 
 from hex_llm import __version__
@@ -50,7 +53,8 @@ class Metrics(Observer):
 
         soon, between, life = self._times(SOON), self._times(BETWEEN), self._times(LONG)
         self._first_token = soon("time_to_first_token_seconds", "Time to first token in seconds.")
-        self._between = between("inter_token_latency_seconds", "Inter-token latency in seconds.")
+        self._pauses = _Pauses(model_name)
+        self.registry.register(self._pauses)
         self._per_token = between(
             "request_time_per_output_token_seconds", "Time per output token of a request, in seconds."
         )
@@ -101,22 +105,20 @@ class Metrics(Observer):
         if (mine := CURRENT.get()) is not None:
             mine.append(timeline)
 
-    def stepped(self, stats: Stats) -> None:
+    def got_first_token(self, timeline: Timeline) -> None:
+        self._first_token.observe(timeline.first - timeline.arrived)
+        self._prompt_tokens.inc(timeline.num_prompt)
+        self._cached_tokens.inc(timeline.num_cached)
+
+    def stepped(self, stats: Stats, num_tokens: int, pauses: list[float]) -> None:
         self._phases["schedule"].observe(stats.schedule_s)
         self._phases["dispatch"].observe(stats.dispatch_s)
         self._phases["wait"].observe(stats.wait_s)
         if stats.num_tokens:
             self._step_tokens.observe(stats.num_tokens)
-
-    def got_tokens(self, timeline: Timeline, index: int, num_tokens: int, now: float) -> None:
-        if not timeline.first:
-            self._first_token.observe(now - timeline.arrived)
-            self._prompt_tokens.inc(timeline.num_prompt)
-            self._cached_tokens.inc(timeline.num_cached)
-        elif (before := timeline.last.get(index)) is not None:
-            self._between.observe(now - before)
+        self._pauses.add(pauses)
         self._output_tokens.inc(num_tokens)
-        second = int(now)
+        second = int(time.monotonic())
         if self._recent and self._recent[-1][0] == second:
             num_tokens += self._recent.pop()[1]
         self._recent.append((second, num_tokens))
@@ -176,6 +178,28 @@ class Metrics(Observer):
 
     def _count(self, name: str, about: str) -> Counter:
         return Counter(name, about, ("model_name",), registry=self.registry).labels(self.model_name)
+
+
+class _Pauses(Collector):
+    """The histogram of the times between tokens: prometheus_client's own takes a lock for each number."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._counts = [0] * (len(BETWEEN) + 1)
+        self._sum = 0.0
+
+    def add(self, pauses: list[float]) -> None:
+        self._sum += sum(pauses)
+        for pause in pauses:
+            self._counts[bisect_left(BETWEEN, pause)] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(floatToGoString, BETWEEN), "+Inf"]
+        name, about = "vllm:inter_token_latency_seconds", "Inter-token latency in seconds."
+        family = HistogramMetricFamily(name, about, labels=["model_name"])
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric([self._model_name], buckets, self._sum)
+        yield family
 
 
 class _EngineNumbers(Collector):

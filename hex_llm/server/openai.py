@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -40,10 +39,7 @@ async def stream_completion(backend: Backend, request: CompletionRequest) -> Pie
     prompts = await _prompts(backend, request)
     jobs = [Job(prompt, params, request.priority, request.cache_salt) for prompt in prompts]
     head = head_of(backend, request, *KIND)
-    pieces = chunks(backend, jobs, request, head, lambda: GrowingText(backend, request, params))
-    async with aclosing(pieces):
-        async for piece in pieces:
-            yield piece
+    return chunks(backend, jobs, request, head, lambda: GrowingText(backend, request, params))
 
 
 async def _prompts(backend: Backend, request: CompletionRequest) -> Sequence[str | list[int]]:
@@ -135,7 +131,7 @@ class GrowingText:
 
 async def completion_reply(backend: Backend, request: Request, body: CompletionRequest) -> Response:
     if body.stream:
-        return await streamed(request, stream_completion(backend, body))
+        return await streamed(request, await stream_completion(backend, body))
     return await unless_gone(request, complete(backend, body))
 
 
@@ -143,7 +139,7 @@ async def chat_reply(
     backend: Backend, request: Request, body: ChatRequest, config: ServerConfig = DEFAULTS
 ) -> Response:
     if body.stream:
-        return await streamed(request, stream_chat(backend, body, config))
+        return await streamed(request, await stream_chat(backend, body, config))
     return await unless_gone(request, chat(backend, body, config))
 
 

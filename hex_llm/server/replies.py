@@ -84,9 +84,11 @@ class Frame:
         self._generations: dict[int, Generation] = {}
 
     def count(self, news: News) -> None:
+        delta = news.delta
         self._generations[news.job] = news.generation
-        self._num_output += len(news.delta.token_ids)
-        self._num_open -= news.delta.finish_reason is not None
+        self._num_output += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._num_open -= 1
 
     def chunk(self, index: int, choice: Fields, more: bytes = b"") -> bytes:
         """`more` is JSON of further fields of the chunk, behind a comma."""
@@ -138,5 +140,5 @@ async def chunks(
                 pieces.append(frame.chunk(index, said, more))
                 more = b""
             if pieces:
-                yield b"".join(pieces)
+                yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
     yield frame.end()

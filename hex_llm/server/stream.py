@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Request, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from hex_llm.engine.client import Generation
 from hex_llm.engine.outputs import Delta
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 encode = msgspec.json.Encoder().encode
 Pieces = AsyncGenerator[bytes, None]
 EVENTS = "text/event-stream"
+SEND_PIECE = "hex_llm.send_piece"  # of a scope: how its connection sends pieces, if it has a way of its own
 DONE = b"data: [DONE]\n\n"
 # Proxies must pass on each piece as it comes; the second is for nginx.
 HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
@@ -167,7 +169,7 @@ class _Streamed(Response):
         self.gone = gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
+        sending = asyncio.ensure_future(self._send(send, scope.get(SEND_PIECE) or partial(_send_piece, send)))
         try:
             await asyncio.wait((sending, self.gone), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -176,20 +178,21 @@ class _Streamed(Response):
             sending.cancel()
             self.gone.cancel()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, send_piece: Callable[[bytes], Awaitable[None]]) -> None:
         async with aclosing(self.pieces):
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            await send(_part(self.first))
+            await send_piece(self.first)
             try:
                 async for piece in self.pieces:
-                    await send(_part(piece))
+                    if piece:
+                        await send_piece(piece)
             except Exception as error:
                 if not isinstance(error, HexError):
                     log.exception("a stream broke")
-                await send(_part(self.broken(error)))
+                await send_piece(self.broken(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _part(piece: bytes) -> Message:
-    return {"type": "http.response.body", "body": piece, "more_body": True}
+async def _send_piece(send: Send, piece: bytes) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": True})

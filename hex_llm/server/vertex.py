@@ -260,7 +260,7 @@ async def respond(backend: Backend, config: ServerConfig, request: Request, body
     if is_chat(instances):
         talks = parse_all(ChatRequest, instances)
         if is_stream:
-            return await streamed(request, stream_chat(backend, talks[0], config, usage_at_end=True))
+            return await streamed(request, await stream_chat(backend, talks[0], config, usage_at_end=True))
         return await unless_gone(request, chats(backend, config, talks, wrapped=wrapped))
     for instance in instances:
         instance.pop("stream", None)

@@ -37,38 +37,38 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.decode(b"".join(self._bytes(i) for i in prompt_ids[-_MAX_PENDING:]))
         self._prefix = "" if any(self._bytes(i) for i in prompt_ids) else self._codec.prefix
-        self._pieces: list[str] = []
         self._held = ""  # text that may be the beginning of a stop string
         self._ended = False
-
-    @property
-    def text(self) -> str:
-        """All that was released so far."""
-        self._pieces = ["".join(self._pieces)]
-        return self._pieces[0]
 
     def add(self, token_ids: Sequence[int], *, ended: bool = False) -> str:
         """The new text that is now certain; `ended`: no more tokens will come, everything is released."""
         assert not self._ended, "tokens after the end"
         self._ended = ended
-        before = len(self._pieces)
+        if not self._stops:
+            self.num_tokens += len(token_ids)
+            return self._unprefixed(self._utf8.decode(b"".join(map(self._bytes, token_ids)), ended))
+        pieces = []
         for token_id in token_ids:
             if self.stopped_by is None:
                 self.num_tokens += 1
-                self._take(self._utf8.decode(self._bytes(token_id)))
+                pieces.append(self._take(self._utf8.decode(self._bytes(token_id))))
         if ended and self.stopped_by is None:
-            self._take(self._utf8.decode(b"", final=True))
-            self._pieces.append(self._held)
-        return "".join(self._pieces[before:])
+            pieces += [self._take(self._utf8.decode(b"", final=True)), self._held]
+        return "".join(pieces)
 
     def _bytes(self, token_id: int) -> bytes:
         return self._codec.token_bytes(token_id, self._params.skip_special_tokens)
 
-    def _take(self, text: str) -> None:
+    def _unprefixed(self, text: str) -> str:
+        if text and self._prefix:
+            text, self._prefix = text.removeprefix(self._prefix), ""
+        return text
+
+    def _take(self, text: str) -> str:
         """Text with whole characters: release what is certain, hold the rest."""
         if not text:
-            return
-        text, self._prefix = text.removeprefix(self._prefix), ""
+            return ""
+        text = self._unprefixed(text)
         matches = [(end, -len(stop.text), stop.text) for stop in self._stops for end in stop.feed(text)]
         num_held, known = len(self._held), self._held + text
         if matches and self.num_tokens > self._params.min_tokens:
@@ -77,9 +77,9 @@ class Detokenizer:
         elif self._params.include_stop_str_in_output:
             released = len(known)
         else:
-            released = len(known) - max((stop.num_matched for stop in self._stops), default=0)
-        self._pieces.append(known[:released])
+            released = len(known) - max(stop.num_matched for stop in self._stops)
         self._held = "" if self.stopped_by is not None else known[released:]
+        return known[:released]
 
 
 class _Stop:

@@ -88,21 +88,19 @@ def test_what_the_engine_tells() -> None:
     }
 
 
-def test_the_life_of_a_request() -> None:
+def test_the_life_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics, start = Metrics("fake"), time.monotonic() - 5
     life = Timeline(
         num_choices=2, max_tokens=9, arrived=start, sent=start + 0.25, queued_s=0.5, num_prompt=10
     )
-    for index, after, cached in ((0, 1.0, 8), (1, 1.5, 8), (0, 2.0, 8)):
-        life.num_cached = cached
-        metrics.got_tokens(life, index, 1, start + after)
-        life.first = life.first or start + after
-        life.last[index] = start + after
-        life.num_generated += 1
+    pauses = [life.add_tokens(index, 1, start + after) for index, after in ((0, 1.0), (1, 1.5), (0, 2.0))]
+    assert pauses == [None, None, 1.0]
+    life.first, life.num_cached = start + 1.0, 8
+    metrics.got_first_token(life)
     life.ended = start + 2.5
     metrics.ended(life, ["stop", "length"])
-    metrics.stepped(Stats(num_tokens=12, schedule_s=0.001, dispatch_s=0.002, wait_s=0.003))
-    metrics.stepped(Stats())
+    metrics.stepped(Stats(num_tokens=12, schedule_s=0.001, dispatch_s=0.002, wait_s=0.003), 3, [1.0])
+    metrics.stepped(Stats(), 0, [])
     found = told(metrics)
     assert found["vllm:prompt_tokens_total"] == 10
     assert found["vllm:prompt_tokens_cached_total"] == 8
@@ -125,6 +123,8 @@ def test_the_life_of_a_request() -> None:
         assert found[f"{name}_sum"] == pytest.approx(total), name
         assert found[f"{name}_count"] == count, name
     assert found["vllm:request_success_total"] == 2
+    later = time.monotonic() + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     assert metrics.tokens_per_s() == pytest.approx(0.3)
 
 

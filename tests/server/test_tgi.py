@@ -142,9 +142,8 @@ def test_text_of_tokens_joins_to_the_text(backend: FakeBackend) -> None:
     class Says(FakeBackend):
         def updates(self, request: Any) -> Iterator[Update]:
             for byte in "aé€b".encode():
-                update = Update(request.request_id, token_ids=[FIRST_BYTE + byte])
                 known = next(iter(super().updates(request))).logprobs
-                yield Update(**{**vars(update), "logprobs": [known[0]]})
+                yield Update(request.request_id, token_ids=[FIRST_BYTE + byte], logprobs=[known[0]])
             yield Update(request.request_id, finish_reason=FinishReason.STOP)
 
     found = events(ask(Says(byte_tokenizer()), "POST", STREAM, json={"inputs": "x"}))
