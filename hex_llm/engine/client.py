@@ -95,18 +95,27 @@ class Generation:
             raise self._error
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
+        while deltas := await self.take():
+            for delta in deltas:
+                yield delta
+
+    async def take(self) -> list[Delta]:
+        """What is new, once something is; nothing: it has ended. Raises the error that ended it.
+
+        As the iterator, for those to whom time matters: this is done for each token.
+        """
         while True:
             if not self._has_news:
+                if self.ended:
+                    break
                 self._reader = asyncio.get_running_loop().create_future()
                 await self._reader
             self._has_news = False
-            ended = self.ended  # what comes while the deltas are read makes news again
-            for delta in self.collector.deltas():
-                yield delta
-            if ended:
-                break
+            if deltas := self.collector.deltas():
+                return deltas
         if self._error is not None:
             raise self._error
+        return []
 
     def add(self, update: Update) -> bool:
         """As OutputCollector.add."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any, Protocol
 
 from hex_llm.engine.client import Generation
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.backend import Backend
 from hex_llm.server.schemas import OpenAIRequest, StreamOptions
-from hex_llm.server.stream import DONE, Job, News, Pieces, encode, event, news, refuse_best_of
+from hex_llm.server.stream import DONE, Job, News, Pieces, encode, event, refuse_best_of, told
 from hex_llm.types import CompletionOutput, RequestOutput
 
 Fields = dict[str, Any]
@@ -79,7 +78,7 @@ class Frame:
         self._every_chunk_counts = options.continuous_usage_stats
         self._last_chunk_counts = usage_at_end and not options.include_usage
         self._has_usage_chunk = options.include_usage
-        self._num_open = num_choices
+        self.num_open = num_choices
         self._num_output = 0
         self._generations: dict[int, Generation] = {}
 
@@ -88,11 +87,11 @@ class Frame:
         self._generations[news.job] = news.generation
         self._num_output += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self._num_open -= 1
+            self.num_open -= 1
 
     def chunk(self, index: int, choice: Fields, more: bytes = b"") -> bytes:
         """`more` is JSON of further fields of the chunk, behind a comma."""
-        is_last = self._num_open == 0 and choice["finish_reason"] is not None
+        is_last = self.num_open == 0 and choice["finish_reason"] is not None
         counts = self._every_chunk_counts or (self._last_chunk_counts and is_last)
         used = encode(self._usage()) if counts else NULL
         return b'%b%d,%b],"usage":%b%b}\n\n' % (self._head, index, encode(choice)[1:], used, more)
@@ -107,7 +106,7 @@ class Frame:
         return usage((one.request.prompt_ids for one in collectors), self._num_output, num_cached)
 
 
-async def chunks(
+def chunks(
     backend: Backend,
     jobs: Sequence[Job],
     request: OpenAIRequest,
@@ -128,17 +127,16 @@ async def chunks(
     n = params.n
     choices = [new_choice() for _ in range(len(jobs) * n)]
     frame = Frame(head, len(choices), request.stream_options, usage_at_end)
-    more = b""
-    async with aclosing(news(backend, jobs)) as all_news:
-        async for one in all_news:
-            frame.count(one)
-            index = one.job * n + one.delta.index
-            pieces = []
-            for said in choices[index].add(one):
-                if opening is not None:
-                    more, opening = b",%b" % encode(opening(one.generation))[1:-1], None
-                pieces.append(frame.chunk(index, said, more))
-                more = b""
-            if pieces:
-                yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    yield frame.end()
+
+    def say(news: News) -> bytes:
+        nonlocal opening
+        frame.count(news)
+        index, more, found = news.job * n + news.delta.index, b"", b""
+        for said in choices[index].add(news):
+            if opening is not None:
+                more, opening = b",%b" % encode(opening(news.generation))[1:-1], None
+            found += frame.chunk(index, said, more)
+            more = b""
+        return found if frame.num_open else found + frame.end()
+
+    return told(backend, jobs, say)

@@ -9,19 +9,19 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
-from hex_llm.server.backend import Backend, answer, unless_gone
+from hex_llm.server.backend import Backend, answer, raise_failure, unless_gone
 from hex_llm.server.chat import Talk, prepare
 from hex_llm.server.problems import problem_of
 from hex_llm.server.replies import Fields
 from hex_llm.server.responses_schemas import ResponsesRequest
-from hex_llm.server.stream import Job, Pieces, encode, news, streamed
+from hex_llm.server.stream import Pieces, encode, streamed
 from hex_llm.types import FinishReason, RequestOutput
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -63,9 +63,11 @@ class ResponseStream:
             chat = self._request.chat()
             talk = await prepare(self._backend, chat, self._config)
             growing = Growing(self._backend, self._request, talk)
-            job = Job(talk.prompt_ids, talk.params, chat.priority, chat.cache_salt)
-            async with aclosing(news(self._backend, [job])) as all_news:
-                async for _, generation, delta in all_news:
+            async with self._backend.generate(
+                talk.prompt_ids, talk.params, priority=chat.priority, cache_salt=chat.cache_salt
+            ) as generation:
+                async for delta in generation:
+                    raise_failure(delta)
                     first = b"" if self._growing else growing.begin()
                     self._growing = growing
                     ended = delta.finish_reason is not None

@@ -63,11 +63,11 @@ class News(NamedTuple):
     delta: Delta
 
 
-async def news(backend: Backend, jobs: Sequence[Job]) -> AsyncGenerator[News, None]:
-    """What is new in the answers to all jobs, as it comes; of one choice in its order.
+async def told(backend: Backend, jobs: Sequence[Job], say: Callable[[News], bytes]) -> Pieces:
+    """What `say` makes of the news in the answers to all jobs, as it comes; of one choice in its order.
 
-    Closing it aborts what is still running; use `aclosing`. Raises the error of the first choice that fails.
-    Jobs must have passed `refuse_best_of`.
+    Closing it aborts what is still running. Raises the error of the first choice that fails. Jobs must have
+    passed `refuse_best_of`.
     """
     async with AsyncExitStack() as stack:
         generations = []
@@ -75,14 +75,17 @@ async def news(backend: Backend, jobs: Sequence[Job]) -> AsyncGenerator[News, No
             generating = backend.generate(prompt, params, priority=priority, cache_salt=cache_salt)
             generations.append(await stack.enter_async_context(generating))
         if len(generations) == 1:  # by far the most, and each layer costs time for each token
-            async for delta in generations[0]:
-                raise_failure(delta)
-                yield News(0, generations[0], delta)
+            while deltas := await generations[0].take():
+                for delta in deltas:
+                    raise_failure(delta)
+                    if piece := say(News(0, generations[0], delta)):
+                        yield piece
             return
-        async with aclosing(_merged(generations)) as deltas:
-            async for number, delta in deltas:
+        async with aclosing(_merged(generations)) as found:
+            async for number, delta in found:
                 raise_failure(delta)
-                yield News(number, generations[number], delta)
+                if piece := say(News(number, generations[number], delta)):
+                    yield piece
 
 
 def refuse_best_of(params: SamplingParams) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Coroutine, Sequence
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -25,7 +24,7 @@ from hex_llm.server.body import Kind, not_built, parse, shown
 from hex_llm.server.chat import chat, stream_chat
 from hex_llm.server.problems import problem_of
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest
-from hex_llm.server.stream import Job, Pieces, encode, news, refuse_best_of, streamed
+from hex_llm.server.stream import Job, News, Pieces, encode, refuse_best_of, streamed, told
 from hex_llm.types import CompletionOutput, RequestOutput
 
 MARK = "@requestFormat"  # its one value makes an instance a chat completion
@@ -216,7 +215,7 @@ def wants_stream(instances: Sequence[dict[str, Any]]) -> bool:
     return bool(wanted[0])
 
 
-async def pieces(backend: Backend, request: GenerateRequest) -> Pieces:
+def pieces(backend: Backend, request: GenerateRequest) -> Pieces:
     """JSON objects, each with a zero byte behind it, that tell what is new in every choice."""
     params = request.params()
     refuse_best_of(params)
@@ -225,16 +224,18 @@ async def pieces(backend: Backend, request: GenerateRequest) -> Pieces:
             raise InvalidRequest(f"{name}: not in a stream", name)
     nothing: str | list[int] = [] if backend.tokenizer is None else ""
     sums = [0.0] * params.n
-    job = Job(request.prompt, params, request.priority, request.cache_salt)
-    async with aclosing(news(backend, [job])) as found:
-        async for _, _, delta in found:
-            new = delta.token_ids if backend.tokenizer is None else delta.text
-            piece: dict[str, Any] = {"predictions": _at(delta.index, new, nothing, params.n)}
-            if request.raw_response:
-                sums[delta.index] += _logprob(delta)
-                piece["output_token_counts"] = _at(delta.index, len(delta.token_ids), 0, params.n)
-                piece["cumulative_logprobs"] = [known if math.isfinite(known) else None for known in sums]
-            yield encode(piece) + b"\0"
+
+    def say(news: News) -> bytes:
+        delta = news.delta
+        new = delta.token_ids if backend.tokenizer is None else delta.text
+        piece: dict[str, Any] = {"predictions": _at(delta.index, new, nothing, params.n)}
+        if request.raw_response:
+            sums[delta.index] += _logprob(delta)
+            piece["output_token_counts"] = _at(delta.index, len(delta.token_ids), 0, params.n)
+            piece["cumulative_logprobs"] = [known if math.isfinite(known) else None for known in sums]
+        return encode(piece) + b"\0"
+
+    return told(backend, [Job(request.prompt, params, request.priority, request.cache_salt)], say)
 
 
 def _at(index: int, value: Any, elsewhere: Any, num: int) -> list[Any]:
