@@ -26,7 +26,8 @@ import zmq.asyncio
 from hex_llm import errors
 from hex_llm.config import EngineConfig
 from hex_llm.engine.admission import Limits, make_request
-from hex_llm.engine.outputs import Delta, OutputCollector, for_engine
+from hex_llm.engine.generation import Generation
+from hex_llm.engine.outputs import OutputCollector, for_engine
 from hex_llm.engine.protocol import (
     MAX_COMMAND,
     MAX_REPORT,
@@ -67,77 +68,6 @@ RESTARTS_S = 600
 UPDATES_AT_A_TIME = 32  # are taken in before their readers get a turn: the last need not wait for all others
 MAX_PATH = 107  # bytes of a Unix socket's name
 KILL_S = 5  # what the system gets to end a killed process
-
-
-class Generation:
-    """One request under way: an async iterator of what is new, as small as it is read soon."""
-
-    def __init__(self, collector: OutputCollector, timeline: Timeline | None = None) -> None:
-        self.collector = collector
-        self.timeline = timeline or Timeline()
-        self.reasons: dict[int, str] = {}  # of the choices that have ended
-        self._error: HexError | None = None
-        self._has_news = False
-        self._reader: asyncio.Future[None] | None = None  # waits for news
-        self._end = asyncio.Event()
-
-    @property
-    def ended(self) -> bool:
-        return self._end.is_set()
-
-    def output(self) -> RequestOutput:
-        """Everything so far."""
-        return self.collector.output()
-
-    async def until_end(self) -> None:
-        await self._end.wait()
-        if self._error is not None:
-            raise self._error
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while deltas := await self.take():
-            for delta in deltas:
-                yield delta
-
-    async def take(self) -> list[Delta]:
-        """What is new, once something is; nothing: it has ended. Raises the error that ended it.
-
-        As the iterator, for those to whom time matters: this is done for each token.
-        """
-        while True:
-            if not self._has_news:
-                if self.ended:
-                    break
-                self._reader = asyncio.get_running_loop().create_future()
-                await self._reader
-            self._has_news = False
-            if deltas := self.collector.deltas():
-                return deltas
-        if self._error is not None:
-            raise self._error
-        return []
-
-    def add(self, update: Update) -> bool:
-        """As OutputCollector.add."""
-        must_stop = self.collector.add(update)
-        if must_stop or update.finish_reason is not None:
-            self.reasons.setdefault(update.index, update.finish_reason or FinishReason.STOP)
-            if self.collector.finished:
-                self._end.set()
-        self._tell()
-        return must_stop
-
-    def fail(self, error: HexError) -> None:
-        if not self.ended:
-            self._error = error
-            self._end.set()
-            self._tell()
-
-    def _tell(self) -> None:
-        """As an asyncio.Event for one reader, in a third of its time: this is done for each token."""
-        self._has_news = True
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
 
 class EngineClient:

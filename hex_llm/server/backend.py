@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from hex_llm.engine.client import Generation
+from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import Delta
 from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.sampling_params import SamplingParams

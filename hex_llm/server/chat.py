@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from hex_llm.config import ServerConfig
-from hex_llm.engine.client import Generation
+from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import Delta
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs

@@ -18,7 +18,7 @@ import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from hex_llm.engine.client import Generation
+from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import Delta
 from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.sampling_params import SamplingParams

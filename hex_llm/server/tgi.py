@@ -19,7 +19,7 @@ from fastapi.routing import APIRoute
 
 from hex_llm import __version__
 from hex_llm.config import ServerConfig
-from hex_llm.engine.client import Generation
+from hex_llm.engine.generation import Generation
 from hex_llm.errors import HexError, InvalidRequest, QueueFull, TimedOut
 from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
 from hex_llm.server.backend import Backend, raise_failure, unless_gone

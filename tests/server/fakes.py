@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from hex_llm.engine.admission import Limits, check_request, make_request
-from hex_llm.engine.client import Generation
+from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import OutputCollector, for_engine
 from hex_llm.engine.stats import Stats
 from hex_llm.errors import InvalidRequest, QueueFull
