@@ -12,7 +12,7 @@ INSTALL_CHROMIUM = command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! c
 # What a laptop needs: the shapes that these allow compile in under a minute.
 SERVE_FLAGS ?= --max_decode_seqs=8 --max_model_len=2048
 
-.PHONY: serve test check test-all bench bench-load format clean
+.PHONY: serve test check test-all bench bench-load tpu-compile format clean
 
 serve: $(SERVER)  ## fetch the embedded default model and serve it; ARGS="--port=8000 …" adds flags
 	$(BIN)/hex-llm serve $(SERVE_FLAGS) $(ARGS)
@@ -34,6 +34,9 @@ bench: bench-load  ## how fast we are beside Hugging Face transformers, in one r
 
 bench-load: $(TESTS)  ## peak host memory of loading a sharded 2 GB checkpoint on 1 and on 4 devices
 	$(BIN)/python tools/load_memory.py
+
+tpu-compile: $(SERVER)  ## compile large models for TPU slices, without TPUs; without libtpu they are only lowered
+	$(BIN)/python -m tools.tpu_compile $(ARGS)
 
 format: $(TESTS)
 	$(BIN)/ruff format .

@@ -1,0 +1,190 @@
+"""paged_attention for TPUs: a step in the terms of the ragged kernel that comes with JAX.
+
+The kernel attends to whole sequences from their first key on. Here rows become *runs*: rows of one sequence
+that together see a stretch of its blocks. A window or a chunk moves the beginning of that stretch, so that
+blocks that no row of a run sees are not read. It knows nothing of meshes: it sees the heads of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import cdiv
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.reference import write_kv
+
+LANES = (
+    128  # what a TPU holds side by side: heads are multiples of it, and a table's rows are filled up to it
+)
+TABLE_BYTES = 1 << 19  # the kernel copies the block tables to scalar memory, of which there is 1 MiB
+BUFFER_BYTES = 8 << 20  # for keys and values that are read ahead; vector memory may give a kernel 16 MiB
+# JAX's tables of tuned sizes (for 512 rows and more) mostly say 1024 keys, at most 16 pages of them,
+# and 32 rows. A decode's rows are of as many sequences, and each computes for all rows of its block.
+KEYS, MOST_PAGES = 1024, 16
+PREFILL_ROWS, DECODE_ROWS = 32, 8
+MOST_KEYS_OF_A_PAGE = 256  # larger blocks are seen as several pages
+
+
+class Runs(NamedTuple):
+    """Runs of rows, one after the other from the first row on; the first `num` of R, the others are empty."""
+
+    ends: jax.Array  # [R + 1] of rows, beginning with 0
+    lengths: jax.Array  # [R] keys from the first block of the table up to the run's last row
+    tables: jax.Array  # [R, B]
+    num: jax.Array  # [1]
+
+
+def can_attend(num_kv_heads: int, head_dim: int, block_size: int, masks: Iterable[Mask], dtype: Any) -> bool:
+    """Whether the kernel is for models like this; `num_kv_heads` are those of one device. What it is not for,
+    the reference does."""
+    pages_fit = block_size <= MOST_KEYS_OF_A_PAGE or block_size % MOST_KEYS_OF_A_PAGE == 0
+    whole_chunks = all(mask.chunk is None or mask.chunk % block_size == 0 for mask in masks)
+    heads_fit = num_kv_heads in (1, 2, 4) or num_kv_heads % 8 == 0
+    return (
+        jnp.dtype(dtype) == jnp.bfloat16
+        and heads_fit
+        and head_dim % LANES == 0
+        and pages_fit
+        and whole_chunks
+        and _keys_at_once(num_kv_heads, head_dim) >= min(block_size, MOST_KEYS_OF_A_PAGE)
+    )
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    batch: Batch,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """See kernels.attention.PagedAttention."""
+    pages = write_kv(k, v, pages, batch.slots)
+    options = {"sm_scale": scale, "sliding_window": mask.window, "soft_cap": softcap}
+    block_size, num_decode = pages.shape[1], len(batch.decode_tables)
+    parts = []
+    if num_decode:
+        positions, tables = batch.positions[:num_decode], batch.decode_tables
+        width = _width(tables, 1, mask, block_size)
+        most = max(TABLE_BYTES // (4 * cdiv(width, LANES) * LANES), 1)
+        for i in range(0, num_decode, most):
+            part = slice(i, min(i + most, num_decode))
+            runs = decode_runs(positions[part], tables[part], mask, block_size)
+            parts.append(_attend(q[part], pages, runs, DECODE_ROWS, options))
+    if len(batch.prefill_tables):
+        rows = (batch.positions[num_decode:], batch.sequences[num_decode:] - num_decode)
+        is_real = batch.slots[num_decode:] >= block_size  # block 0 is nobody's
+        runs = prefill_runs(*rows, is_real, batch.prefill_tables, mask, block_size)
+        out = _attend(q[num_decode:], pages, runs, PREFILL_ROWS, options)
+        # The kernel leaves rows that are in no run as they were in its memory.
+        parts.append(jnp.where(is_real[:, None, None, None], out, 0))
+    return jnp.concatenate(parts), pages
+
+
+def decode_runs(positions: jax.Array, tables: jax.Array, mask: Mask, block_size: int) -> Runs:
+    """Every row is a run, padding too: it sees one key of block 0."""
+    num = len(tables)
+    first = _first_block(positions, mask, block_size)
+    return Runs(
+        jnp.arange(num + 1, dtype=jnp.int32),
+        positions + 1 - first * block_size,
+        _from_block(tables, first, _width(tables, 1, mask, block_size)),
+        jnp.full(1, num, jnp.int32),
+    )
+
+
+def prefill_runs(
+    positions: jax.Array,
+    sequences: jax.Array,
+    is_real: jax.Array,
+    tables: jax.Array,
+    mask: Mask,
+    block_size: int,
+) -> Runs:
+    """positions [T], sequences [T]: rows of a sequence together and in order, padding behind them. A sequence
+    is a run, or, where it crosses from one chunk to the next, several."""
+    num_rows, most = len(positions), len(tables)
+    begins = is_real & (sequences != jnp.roll(sequences, 1))
+    if mask.chunk is not None:
+        begins |= is_real & (positions % mask.chunk == 0)
+        most = min(2 * most + num_rows // mask.chunk, num_rows)
+    # There is always one, even if all is padding: the kernel reads ahead for it in any case.
+    begins = begins.at[0].set(True)
+    num_real = jnp.maximum(is_real.sum(dtype=jnp.int32), 1)
+    starts = jnp.nonzero(begins, size=most, fill_value=num_rows)[0].astype(jnp.int32)
+    ends = jnp.minimum(jnp.append(starts, num_rows), num_real)
+    starts, lasts = jnp.minimum(starts, num_rows - 1), jnp.maximum(ends[1:] - 1, 0)
+    first = _first_block(positions[starts], mask, block_size)
+    own = tables[jnp.clip(sequences[starts], 0, len(tables) - 1)]
+    return Runs(
+        ends,
+        jnp.where(ends[1:] > ends[:-1], positions[lasts] + 1 - first * block_size, 0),
+        _from_block(own, first, _width(tables, num_rows, mask, block_size)),
+        begins.sum(dtype=jnp.int32)[None],
+    )
+
+
+def _first_block(positions: jax.Array, mask: Mask, block_size: int) -> jax.Array:
+    """The first that runs see which begin at these positions. A chunk begins with a block, so that what
+    lies before it is left out exactly; of a window's first block the kernel hides what is not seen."""
+    first = jnp.zeros_like(positions)
+    if mask.window is not None:
+        first = jnp.maximum(positions - mask.window + 1, 0)
+    if mask.chunk is not None:
+        first = jnp.maximum(first, positions // mask.chunk * mask.chunk)
+    return first // block_size
+
+
+def _width(tables: jax.Array, num_rows: int, mask: Mask, block_size: int) -> int:
+    """The most blocks that a run of so many rows can see."""
+    width = tables.shape[1]
+    if mask.window is not None:
+        width = min(width, (mask.window + num_rows + block_size - 3) // block_size + 1)
+    if mask.chunk is not None:
+        width = min(width, mask.chunk // block_size)
+    return width
+
+
+def _from_block(tables: jax.Array, first: jax.Array, width: int) -> jax.Array:
+    """[R, B] -> [R, width]; what lies behind a table's end is not read."""
+    return jnp.take_along_axis(tables, first[:, None] + jnp.arange(width), axis=1, mode="clip")
+
+
+def _attend(q: jax.Array, pages: jax.Array, runs: Runs, max_rows: int, options: dict[str, Any]) -> jax.Array:
+    """q [T, K, G, H] -> [T, K, G, H]."""
+    num_rows, num_kv_heads, group, head_dim = q.shape
+    block_size, tables = pages.shape[1], runs.tables
+    per_block = cdiv(block_size, MOST_KEYS_OF_A_PAGE)
+    page_size = block_size // per_block
+    if per_block > 1:
+        tables = (tables[:, :, None] * per_block + jnp.arange(per_block)).reshape(len(tables), -1)
+    num_keys = _keys_at_once(num_kv_heads, head_dim)
+    out = ragged_paged_attention(
+        q.reshape(num_rows, num_kv_heads * group, head_dim),
+        # K and V lie in turns, as the kernel has them.
+        pages.reshape(-1, page_size, 2 * num_kv_heads, head_dim),
+        runs.lengths,
+        tables,
+        runs.ends,
+        runs.num,
+        num_kv_pages_per_block=min(num_keys // page_size, MOST_PAGES, tables.shape[1]),
+        num_queries_per_block=min(max_rows, num_rows),
+        **options,
+    )
+    return out.reshape(q.shape)
+
+
+def _keys_at_once(num_kv_heads: int, head_dim: int) -> int:
+    """Read twice, one stretch ahead of the other; a power of two."""
+    keys = KEYS
+    while 2 * keys * num_kv_heads * 2 * head_dim * 2 > BUFFER_BYTES:
+        keys //= 2
+    return keys

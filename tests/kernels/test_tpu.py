@@ -1,0 +1,213 @@
+"""The TPU's attention: what the kernel is given, against the reference, with JAX's own model of the kernel;
+and the kernel itself as far as it can be lowered without a TPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention as bundled
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from hex_llm.engine.batch import StepShape, pack, unpack
+from hex_llm.kernels import reference, tpu
+from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.types import Chunk, StepPlan
+
+DECODES = [0, 31, 32, 90]  # positions; everything before is cached
+CHUNKS = [(0, 45), (60, 37), (95, 1)]  # (cached, new tokens)
+CHIP = AbstractMesh(
+    (1,),
+    ("tp",),
+    (AxisType.Auto,),
+    abstract_device=AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu"),
+)
+
+
+def ragged(
+    decodes: list[int],
+    chunks: list[tuple[int, int]],
+    *,
+    padding: StepShape,
+    block_size: int = 8,
+    kv_heads: int = 2,
+    group: int = 3,
+    head_dim: int = 16,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Batch]:
+    """The arguments of paged_attention, of a step as the engine packs it; `padding` is added to its sizes."""
+    rng = np.random.default_rng(len(decodes) + block_size)
+    spans = [(p, 1) for p in decodes] + chunks
+    width = max(-(-(cached + new) // block_size) for cached, new in spans)
+    blocks = (rng.permutation(len(spans) * width) + 1).reshape(len(spans), width).tolist()
+    rows = [Chunk(i + 1, *span, blocks[i], 0, True) for i, span in enumerate(spans)]
+    plan = StepPlan(tuple(rows[: len(decodes)]), tuple(rows[len(decodes) :]))
+    sizes = (len(decodes), len(chunks), sum(new for _, new in chunks), width)
+    shape = StepShape(*(n + more for n, more in zip(sizes, padding, strict=True)))
+    batch = jax.tree.map(jnp.asarray, unpack(pack(plan, shape, block_size), shape).batch)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.array(rng.standard_normal(shape, dtype=np.float32))
+
+    q = normal(shape.num_tokens, kv_heads, group, head_dim)
+    k, v = normal(shape.num_tokens, kv_heads, head_dim), normal(shape.num_tokens, kv_heads, head_dim)
+    return q, k, v, normal(len(spans) * width + 1, block_size, kv_heads, 2, head_dim), batch
+
+
+class Model:
+    """JAX's own model of its kernel in the kernel's place.
+
+    It wants numbers where a compiled step has none yet. So a step is compiled twice: once to see what the
+    kernel is given, and, when the model has answered, with these answers.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[jax.Array, ...], dict[str, Any]]] = []
+        self._answers: list[jax.Array] = []
+
+    def __call__(self, *arguments: jax.Array, **options: Any) -> jax.Array:
+        self.calls.append((arguments, options))
+        return self._answers[len(self.calls) - 1] if self._answers else arguments[0]
+
+    def run(self, arguments: tuple[Any, ...], **options: Any) -> tuple[jax.Array, jax.Array]:
+        def seen(*arguments: Any) -> list[tuple[jax.Array, ...]]:
+            self.calls.clear()
+            tpu.paged_attention(*arguments, **options)
+            return [given for given, _ in self.calls]
+
+        given = hasty(seen, *arguments)
+        self._answers = [
+            self._answer(*x, **options) for x, (_, options) in zip(given, self.calls, strict=True)
+        ]
+        self.calls.clear()
+        return hasty(partial(tpu.paged_attention, **options), *arguments)
+
+    def _answer(self, q: jax.Array, pages: jax.Array, *counts: jax.Array, **options: Any) -> jax.Array:
+        """Rows that belong to no sequence are not numbers, as they may be on a TPU."""
+        counts = tuple(map(np.asarray, counts))
+        assert counts[-1][0] > 0, "the kernel would not wait for what it reads ahead"
+        bundled.dynamic_validate_inputs(q, pages, *counts, **options)
+        sizes = ("num_kv_pages_per_block", "num_queries_per_block")
+        options = {name: value for name, value in options.items() if name not in sizes}
+        out = hasty(
+            lambda q, pages: bundled.ref_ragged_paged_attention(q, pages, *counts, **options), q, pages
+        )
+        answer = np.full(q.shape, np.nan, np.float32)
+        answer[: len(out)] = out
+        return jnp.array(answer)
+
+
+def hasty(function: Any, *arguments: Any) -> Any:
+    """Compiled without optimizations: all here is run once."""
+    lowered = jax.jit(function).lower(*arguments)
+    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})(*arguments)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    model = Model()
+    monkeypatch.setattr(tpu, "ragged_paged_attention", model)
+    return model
+
+
+def check(model: Model, arguments: tuple[Any, ...], mask: Mask, softcap: float | None = None) -> None:
+    options = {"mask": mask, "scale": 0.25, "softcap": softcap}
+    out, pages = model.run(arguments, **options)
+    expected, stored = hasty(partial(reference.paged_attention, **options), *arguments)
+    np.testing.assert_array_equal(pages[1:], stored[1:])
+    real = np.asarray(arguments[4].slots) > 0
+    np.testing.assert_allclose(np.asarray(out)[real], np.asarray(expected)[real], atol=3e-6)
+    assert np.isfinite(np.asarray(out)).all(), "padding must stay finite"
+
+
+@pytest.mark.parametrize(
+    ("mask", "softcap"),
+    [(Mask(), 1.5), (Mask(window=20), None), (Mask(window=20, chunk=32), None)],
+)
+def test_decodes_and_prefills(model: Model, mask: Mask, softcap: float | None) -> None:
+    check(model, ragged(DECODES, CHUNKS, padding=StepShape(2, 1, 11, 3)), mask, softcap)
+
+
+def test_only_decodes(model: Model) -> None:
+    check(model, ragged(DECODES, [], padding=StepShape(1, 0, 0, 0)), Mask(chunk=16))
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(chunk=16)])
+def test_only_prefills_with_padding_that_claims_to_be_of_the_first(model: Model, mask: Mask) -> None:
+    check(model, ragged([], [(20, 30)], padding=StepShape(0, 2, 14, 0)), mask)
+
+
+def test_prefill_without_padding(model: Model) -> None:
+    check(model, ragged([], [(0, 16), (16, 16)], padding=StepShape(0, 0, 0, 0)), Mask(chunk=16))
+
+
+def test_nothing_but_padding(model: Model) -> None:
+    """As at the start, when every program is run once."""
+    shape = StepShape(2, 2, 8, 2)
+    batch = unpack(jnp.zeros(shape.packed_size, jnp.int32), shape).batch
+    q, kv = jnp.ones((10, 1, 2, 16)), jnp.ones((10, 1, 16))
+    check(model, (q, kv, kv, jnp.zeros((3, 8, 1, 2, 16)), batch), Mask(chunk=8))
+
+
+def test_blocks_larger_than_the_kernels_pages(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu, "MOST_KEYS_OF_A_PAGE", 8)
+    check(model, ragged([90], [(60, 9)], padding=StepShape(0, 0, 0, 0), block_size=32), Mask(window=20))
+
+
+def test_tables_too_large_for_one_call(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu, "TABLE_BYTES", 3 * 4 * tpu.LANES)
+    check(model, ragged(DECODES, [], padding=StepShape(0, 0, 0, 0)), Mask())
+    assert [len(tables) for (_, _, _, tables, _, _), _ in model.calls] == [3, 1]
+
+
+@pytest.mark.parametrize("mask", [Mask(window=20), Mask(chunk=32)])
+def test_blocks_that_nobody_sees_are_not_read(model: Model, mask: Mask) -> None:
+    """They are not numbers, which even a weight of 0 would spread."""
+    q, k, v, pages, batch = ragged([90], [(70, 20)], padding=StepShape(0, 0, 0, 0))
+    unseen = jnp.concatenate([batch.decode_tables[0, :8], batch.prefill_tables[0, :6]])
+    arguments = q, k, v, pages.at[unseen].set(jnp.nan), batch
+    out, _ = model.run(arguments, mask=mask, scale=0.25, softcap=None)
+    assert np.isfinite(np.asarray(out)).all()
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "block_size", "mask", "softcap"),
+    [
+        (2, 4, 128, 32, Mask(), None),  # Llama-3.1-8B over 4 chips
+        (1, 5, 128, 16, Mask(chunk=8192), None),  # an odd group
+        (2, 2, 256, 8, Mask(window=4096), 50.0),  # Gemma-2-9B over 4 chips
+        (8, 4, 128, 2048, Mask(), None),  # a block of several pages
+    ],
+)
+def test_the_kernel_lowers_for_tpus(
+    kv_heads: int, group: int, head_dim: int, block_size: int, mask: Mask, softcap: float | None
+) -> None:
+    assert tpu.can_attend(kv_heads, head_dim, block_size, [mask], jnp.bfloat16)
+    shape = StepShape(16, 2, 64, max(16384 // block_size, 1))
+
+    def step(q: Any, k: Any, v: Any, pages: Any, packed: Any) -> tuple[jax.Array, jax.Array]:
+        batch = unpack(packed, shape).batch
+        return tpu.paged_attention(q, k, v, pages, batch, mask=mask, scale=0.1, softcap=softcap)
+
+    described = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    kv = described((shape.num_tokens, kv_heads, head_dim))
+    pages = described((64, block_size, kv_heads, 2, head_dim))
+    q = described((shape.num_tokens, kv_heads, group, head_dim))
+    packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32)
+    with jax.sharding.use_abstract_mesh(CHIP):
+        exported = jax.export.export(jax.jit(step, donate_argnums=3), platforms=["tpu"])(
+            q, kv, kv, pages, packed
+        )
+    assert exported.mlir_module().count("@tpu_custom_call") == 2, "one call for decodes, one for prefills"
+
+
+def test_what_the_kernel_is_for() -> None:
+    assert tpu.can_attend(2, 128, 32, [Mask(), Mask(window=5), Mask(chunk=8192)], jnp.bfloat16)
+    assert not tpu.can_attend(2, 64, 32, [], jnp.bfloat16)
+    assert not tpu.can_attend(3, 128, 32, [], jnp.bfloat16)
+    assert not tpu.can_attend(2, 128, 32, [Mask(chunk=40)], jnp.bfloat16)
+    assert not tpu.can_attend(2, 128, 32, [], jnp.float32)
+    assert not tpu.can_attend(128, 256, 2048, [], jnp.bfloat16)

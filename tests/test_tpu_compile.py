@@ -1,0 +1,98 @@
+"""`make tpu-compile`: models lower for TPUs here, and what is read from a compiled program, tried on CPUs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import jax
+import pytest
+
+from hex_llm.engine import programs
+from hex_llm.kernels import reference
+from hex_llm.models.families import model_spec
+from hex_llm.parallel.shardings import make_mesh
+from tools import tpu_compile
+from tools.tpu_compile import Job, Row, Sizes
+from tools.tpu_models import MODELS
+
+SMALL = Sizes(batch=4, context=16, prefill=32, tokens=256, block_size=16, max_len=64)
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_of_every_model_lowers_with_the_kernel(name: str) -> None:
+    options = Namespace(layers=1, layouts="default", dump=None, programs="decode")
+    sizes = Sizes(batch=8, context=64, prefill=64, tokens=4096, block_size=32, max_len=4096)
+    (job,) = tpu_compile.jobs_of(name, sizes, options, can_compile=False)
+    job.run(can_compile=False)
+    assert not job.fault
+    assert "1 calls of the kernel" in job.row.exchanges
+    assert job.row.compiled_s is None
+    assert "not known" in tpu_compile.line(job)
+
+
+@pytest.mark.parametrize("layouts", ["default", "auto"])
+def test_what_is_read_from_a_compiled_step(layouts: str, tmp_path: Path) -> None:
+    spec = model_spec(TINY, max_model_len=64).split_over(4)
+    mesh = make_mesh(4, jax.devices("cpu"))
+    # The mesh that attention is divided over says which chip it is; devices are given by the arguments alone.
+    attend = programs.split_by_head(
+        reference.paged_attention, tpu_compile.abstract_mesh(MODELS["llama-3.1-8b"])
+    )
+    program = tpu_compile.described(spec, mesh, SMALL, attend)["decode"]
+    job = Job("tiny-decode", program, Row("tiny", "decode", 1e9, 1e9, 2e9, 1e-3, 0.0), layouts, tmp_path)
+    job.run(can_compile=True)
+    assert not job.fault
+    assert "7 all-reduce (2.33 a layer)" in job.row.exchanges, "two a layer, and the embedding's"
+    held = tpu_compile.local_bytes(program.arguments[:2])
+    assert job.row.total is not None
+    assert job.row.total > held
+    assert list(tmp_path.iterdir()) == [tmp_path / "tiny-decode.hlo.gz"]
+
+
+def test_a_program_that_takes_too_long_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    class Slow(Job):
+        def run(self, can_compile: bool) -> None:
+            self.started = 0.0  # long ago
+
+    class Quick(Job):
+        def run(self, can_compile: bool) -> None:
+            self.started, self.is_done = 1e12, True
+
+    row = Row("tiny", "decode", 1e9, 1e9, 2e9, 1e-3, 0.0)
+    jobs = [kind(kind.__name__, None, row, "default", None) for kind in (Slow, Quick)]  # type: ignore[arg-type]
+    tpu_compile.run_all(jobs, can_compile=False, num_threads=1, limit_s=1.0)
+    assert jobs[0].fault == "no result after 1 s"
+    assert not jobs[1].fault
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+HLO = """
+%fused_computation { ROOT %copy.9 = bf16[64,32]{1,0} copy(%p) }
+
+ENTRY %main (a: bf16[64,32]) -> bf16[64,32] {
+  %a = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(0)
+  %copy.1 = bf16[2,32,32]{2,1,0:T(8,128)(2,1)} copy(%a)
+  %copy.2 = bf16[64,32]{1,0:T(8,128)(2,1)S(1)} copy(%a)
+  %bitcast_copy_fusion.3 = bf16[2048]{0:T(1024)} fusion(%a), kind=kLoop, calls=%fused_computation
+  %all-gather-start.1 = (bf16[4,32]{1,0}, bf16[16,32]{1,0}) all-gather-start(%x), dimensions={0}
+  %all-reduce.4 = (f32[8]{0}, f32[8]{0}) all-reduce(%y, %z), to_apply=%add
+  %all-gather-done.1 = bf16[16,32]{1,0} all-gather-done(%all-gather-start.1)
+}
+"""
+
+
+def test_reading_a_compiled_program() -> None:
+    assert tpu_compile.collectives(HLO) == {"all-gather": 1, "all-reduce": 1}
+    assert tpu_compile.largest_gathered(HLO) == 512
+    found = tpu_compile.materialised(HLO, {2048})
+    assert found == {"copy bf16[2,32,32]": 1, "bitcast_copy_fusion bf16[2048]": 1}

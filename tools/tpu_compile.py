@@ -1,0 +1,454 @@
+"""Compiles the steps of known models for TPU slices, without a TPU, and says what each chip would hold.
+
+    python -m tools.tpu_compile [--models llama-3.1-8b,...] [--layers 2] [--out table.md]
+
+Weights and pages are only described. Where the `libtpu` package is installed (x86-64 Linux), the real
+compiler runs, for the programs that engine/runner.py compiles; elsewhere they are lowered for TPUs, which
+proves tracing and the kernel's lowering, and nothing about memory or speed. It needs jax, numpy and msgspec.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import math
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs; the compiler comes with the topology
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU machine to ask about itself
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hex_llm.engine import programs
+from hex_llm.engine.batch import StepShape
+from hex_llm.engine.sampling import Wants
+from hex_llm.engine.slots import SlotLayout
+from hex_llm.kernels import reference, tpu
+from hex_llm.kernels.attention import PagedAttention
+from hex_llm.models.params import Param, abstract_weights
+from hex_llm.models.spec import ModelSpec
+from hex_llm.parallel.shardings import PAGES, TP, make_mesh, sharding
+from tools.tpu_models import MODELS, Chip, Model
+
+DTYPE = jnp.bfloat16
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What engine/runner.py hands to the compiler, described."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...]
+    placed: Any
+    num_layers: int = 0
+
+    def traced(self, layouts: str) -> Any:
+        """`layouts` auto: the compiler chooses those of the first argument, a step's weights."""
+        given: dict[str, Any] = {}
+        if layouts == "auto" and self.num_layers:
+            chosen = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), self.arguments[0])
+            given["in_shardings"] = (chosen, *(jax.tree.map(lambda x: x.sharding, self.arguments[1:])))
+        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=self.placed, **given)
+        return jitted.trace(*self.arguments)
+
+
+class Sizes(NamedTuple):
+    """Of what is compiled: a decode of `batch` sequences, a prefill of `prefill` tokens, and KV pages."""
+
+    batch: int
+    context: int  # of each decoded sequence, for the floor
+    prefill: int
+    tokens: int  # that there are KV pages for
+    block_size: int
+    max_len: int
+
+
+def described(
+    spec: ModelSpec, mesh: Mesh | AbstractMesh, sizes: Sizes, attend: PagedAttention
+) -> dict[str, Program]:
+    """The step that decodes, the one that prefills two prompts, and the choice of tokens."""
+    whole = NamedSharding(mesh, P())
+    page = NamedSharding(mesh, PAGES)
+    logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
+    layout = SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size)
+    shape = (-(-sizes.tokens // sizes.block_size) + 1, sizes.block_size, spec.num_kv_heads, 2, spec.head_dim)
+    pages = [jax.ShapeDtypeStruct(shape, DTYPE, sharding=page) for _ in spec.layers]
+    slots = jax.ShapeDtypeStruct((layout.num_slots, layout.width), jnp.int32, sharding=whole)
+    weights = described_weights(spec, mesh)
+
+    def step(shape: StepShape) -> Program:
+        function = partial(programs.forward, shape=shape, spec=spec, layout=layout, attend=attend)
+        hidden = whole if shape.num_prefills else None
+        results = (logits_lie, whole, hidden, [page] * len(pages))
+        return Program(function, (weights, pages, slots, _ints(shape.packed_size)), (1,), results, len(pages))
+
+    width = -(-sizes.max_len // sizes.block_size)
+    logits = jax.ShapeDtypeStruct((sizes.batch, spec.vocab_size), jnp.float32, sharding=logits_lie)
+    choose = partial(programs.choose_tokens, layout=layout, most=Wants.ANYTHING)
+    return {
+        "decode": step(StepShape(sizes.batch, 0, 0, width)),
+        "prefill": step(StepShape(0, 2, sizes.prefill, width)),
+        "choice": Program(choose, (slots, logits, _ints(3, sizes.batch)), (0,), whole),
+    }
+
+
+def described_weights(spec: ModelSpec, mesh: Mesh | AbstractMesh) -> Any:
+    def one(param: Param) -> jax.ShapeDtypeStruct:
+        lies = sharding(mesh, param.shape, param.axes)  # type: ignore[arg-type]
+        return jax.ShapeDtypeStruct(param.shape, DTYPE, sharding=lies)
+
+    return jax.tree.map(one, abstract_weights(spec), is_leaf=lambda leaf: isinstance(leaf, Param))
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def chosen_attention(
+    spec: ModelSpec, mesh: Mesh | AbstractMesh, chip: Chip, block_size: int
+) -> PagedAttention:
+    """The kernel or, for what it is not for, the reference; over the mesh as a kernel for `chip` sees it."""
+    masks = [layer.mask for layer in spec.layers]
+    fits = tpu.can_attend(spec.num_kv_heads // mesh.size, spec.head_dim, block_size, masks, DTYPE)
+    device = AbstractDevice(chip.kind, num_cores=1, platform="tpu")
+    seen = AbstractMesh((mesh.size,), (TP,), (AxisType.Auto,), abstract_device=device)
+    attend = tpu.paged_attention if fits else reference.paged_attention
+    return programs.split_by_head(attend, seen)  # type: ignore[arg-type]
+
+
+# ---- what came of it
+
+
+def local_elements(described: jax.ShapeDtypeStruct) -> int:
+    assert described.sharding is not None
+    return math.prod(described.sharding.shard_shape(described.shape))
+
+
+def local_bytes(tree: Any) -> int:
+    return sum(local_elements(x) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def collectives(hlo: str) -> Counter[str]:
+    names = "|".join(COLLECTIVES)
+    return Counter(re.findall(rf" ({names})(?:-start)?\(", hlo))
+
+
+def largest_gathered(hlo: str) -> int:
+    """Elements of the largest result of an exchange that is no sum."""
+    results = re.findall(r"= \(?([^=]*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", hlo)
+    return max(
+        (_elements(dims) for result in results for dims in re.findall(r"\w+\[([\d,]*)\]", result)), default=0
+    )
+
+
+def materialised(hlo: str, sizes: set[int]) -> Counter[str]:
+    """Instructions of the main computation that write out as many elements as a parameter has: what a
+    compiler adds when it wants it in another layout. Copies into vector memory, S(1), are reads ahead."""
+    entry = hlo[hlo.find("\nENTRY ") :]
+    found: Counter[str] = Counter()
+    pattern = r"%?(\S+) = (\w+)\[([\d,]*)\](\S*) (copy|fusion|transpose|reshape)\("
+    for name, kind, dims, layout, opcode in re.findall(pattern, entry):
+        if _elements(dims) in sizes and "S(1)" not in layout:
+            what = re.sub(r"[.\d]+$", "", name) if opcode == "fusion" else opcode
+            found[f"{what} {kind}[{dims}]"] += 1
+    return found
+
+
+def _elements(dims: str) -> int:
+    return math.prod(int(n) for n in dims.split(",") if n)
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    model: str
+    program: str
+    weights: float  # bytes of a chip, like those that follow
+    pages: float
+    hbm: float
+    floor_s: float
+    lowered_s: float
+    compiled_s: float | None = None
+    temporaries: float | None = None
+    total: float | None = None
+    optimal_s: float | None = None
+    exchanges: str = ""
+    copies: str = ""
+
+
+class Job:
+    """One program: traced, lowered and, where there is a compiler, compiled. At the end `is_done` is set, and
+    `row` is complete or `fault` says why it is not."""
+
+    def __init__(self, label: str, program: Program, row: Row, layouts: str, dump: Path | None) -> None:
+        self.label, self.program, self.row, self.layouts, self.dump = label, program, row, layouts, dump
+        self.started: float | None = None
+        self.fault = ""
+        self.is_done = False
+
+    def run(self, can_compile: bool) -> None:
+        self.started = time.monotonic()
+        try:
+            traced = self.program.traced(self.layouts)
+            lowered = traced.lower() if can_compile else traced.lower(lowering_platforms=("tpu",))
+            self.row = self.row._replace(lowered_s=time.monotonic() - self.started)
+            if can_compile:
+                self._measure(lowered)
+            else:
+                calls = lowered.as_text().count("@tpu_custom_call")
+                self.row = self.row._replace(exchanges=f"not known; {calls} calls of the kernel are written")
+        except Exception as e:
+            self.fault = f"{type(e).__name__}: {str(e)[:600]}"
+            traceback.print_exc()
+        self.is_done = True
+
+    def _measure(self, lowered: Any) -> None:
+        start = time.monotonic()
+        compiled = lowered.compile()
+        self.row = self.row._replace(compiled_s=time.monotonic() - start)
+        memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
+        costs = costs[0] if isinstance(costs, list) else costs or {}
+        hlo = compiled.as_text()
+        if self.dump:
+            self.dump.mkdir(parents=True, exist_ok=True)
+            with gzip.open(self.dump / f"{self.label}.hlo.gz", "wt") as file:
+                file.write(hlo)
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        layers = self.program.num_layers
+        counted = [
+            f"{n} {name}" + (f" ({n / layers:.2f} a layer)" if layers else "")
+            for name, n in sorted(collectives(hlo).items())
+        ]
+        if gathered := largest_gathered(hlo):
+            counted.append(f"largest gathered {gathered} elements")
+        parameters = {
+            local_elements(x)
+            for x in jax.tree.leaves(self.program.arguments[:2])
+            if x.sharding and x.ndim > 1
+        }
+        self.row = self.row._replace(
+            temporaries=memory.temp_size_in_bytes + results,
+            total=memory.argument_size_in_bytes + memory.temp_size_in_bytes + results,
+            optimal_s=costs.get("optimal_seconds"),
+            exchanges=", ".join(counted) or "none",
+            copies=", ".join(f"{n} {what}" for what, n in materialised(hlo, parameters).most_common(4))
+            or "none",
+        )
+
+
+def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) -> dict[str, float]:
+    """The least time of a chip: a decode reads its weights and its sequences' keys and values; a prefill
+    multiplies each token with the weights that it needs (of experts, those chosen)."""
+    read = local_bytes((weights.layers, weights.head if weights.head is not None else weights.embed))
+    kept = local_bytes(pages) / (pages[0].shape[0] * sizes.block_size) * sizes.batch * sizes.context
+    used = 0.0
+    for layer, w in zip(spec.layers, weights.layers, strict=True):
+        experts = layer.experts
+        chosen = 1.0 if experts is None else experts.num_per_token / experts.num
+        routed = local_bytes((w.ffn.gate_up, w.ffn.down))
+        used += local_bytes(w) - (1 - chosen) * routed
+    return {
+        "decode": (read + kept) / chip.bandwidth,
+        "prefill": sizes.prefill * used / chip.flops,  # 2 operations and 2 bytes for each weight
+        "choice": 0.0,
+    }
+
+
+HEAD = (
+    "| model | program | weights GB | pages GB | temporaries GB | all / HBM GB | optimal ms | floor ms | "
+    "exchanges | parameters written anew | lowered s | compiled s |\n" + "|---" * 12 + "|"
+)
+
+
+def line(job: Job) -> str:
+    r = job.row
+    if job.fault:
+        return f"| {r.model} | {r.program} |" + " |" * 6 + f" {one_line(job.fault)} | | | |"
+
+    def shown(value: float | None, unit: float, digits: int = 2) -> str:
+        return "not known" if value is None else f"{value / unit:.{digits}f}"
+
+    cells = [
+        r.model,
+        r.program,
+        shown(r.weights, 1e9),
+        shown(r.pages, 1e9),
+        shown(r.temporaries, 1e9),
+        f"{shown(r.total, 1e9)} / {r.hbm / 1e9:.1f}",
+        shown(r.optimal_s, 1e-3),
+        shown(r.floor_s, 1e-3) if r.floor_s else "",
+        r.exchanges,
+        r.copies,
+        shown(r.lowered_s, 1, 1),
+        shown(r.compiled_s, 1, 1),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())[:300]
+
+
+# ---- where it runs
+
+
+def topology_mesh(model: Model) -> Mesh:
+    """The slice as the TPU compiler describes it; raises where there is none."""
+    bounds: dict[str, Any] = {"chips_per_host_bounds": (*model.sides, 1)}
+    get = partial(topologies.get_topology_desc, platform="tpu", topology_name=model.slice)
+    try:
+        devices = get().devices
+    except Exception as e:
+        print(f"{model.slice}: {one_line(str(e))}; once more with one host", flush=True)
+        devices = get(**bounds).devices
+    assert len(devices) == math.prod(model.sides), (len(devices), model.slice)
+    try:
+        return make_mesh(len(devices), devices)
+    except Exception as e:
+        print(f"{model.slice}: {one_line(str(e))}; chips in the order that they come", flush=True)
+        return Mesh(np.array(devices), (TP,), axis_types=(AxisType.Auto,))
+
+
+def abstract_mesh(model: Model) -> AbstractMesh:
+    device = AbstractDevice(model.chip.kind, num_cores=1, platform="tpu")
+    return AbstractMesh((math.prod(model.sides),), (TP,), (AxisType.Auto,), abstract_device=device)
+
+
+def compiler_problem() -> str:
+    """Why there is no compiler for TPUs here; empty: there is one."""
+    if os.environ.get("TPU_LIBRARY_PATH"):
+        return ""
+    try:
+        import libtpu  # type: ignore[import-not-found] # noqa: F401
+    except ImportError as e:
+        return str(e)
+    return ""
+
+
+def jobs_of(name: str, sizes: Sizes, options: argparse.Namespace, can_compile: bool) -> list[Job]:
+    model = MODELS[name]
+    spec = model.spec(sizes.max_len, options.layers)
+    mesh = topology_mesh(model) if can_compile else abstract_mesh(model)
+    attend = chosen_attention(spec, mesh, model.chip, sizes.block_size)
+    found = described(spec, mesh, sizes, attend)
+    weights, pages = found["decode"].arguments[:2]
+    floor = floors(spec, weights, pages, sizes, model.chip)
+    held = (local_bytes(weights), local_bytes(pages), model.chip.hbm)
+    shown = f"{name} ×{mesh.size} {model.slice}" + (f", {len(spec.layers)} layers" if options.layers else "")
+    if model.num_heads:
+        shown += f", as if with {model.num_heads} heads"
+    return [
+        Job(
+            f"{name}-{kind}",
+            program,
+            Row(shown, kind, *held, floor[kind], 0.0),
+            options.layouts,
+            options.dump,
+        )
+        for kind, program in found.items()
+        if kind in options.programs
+    ]
+
+
+def run_all(jobs: list[Job], can_compile: bool, num_threads: int, limit_s: float) -> None:
+    """Prints each line when it is there. A compiler cannot be interrupted: what hangs is left behind."""
+    waiting = list(jobs)
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                job = waiting.pop(0)
+            job.run(can_compile)
+
+    for _ in range(num_threads):
+        threading.Thread(target=work, daemon=True).start()
+    pending = list(jobs)
+    while pending:
+        time.sleep(0.2)
+        for job in list(pending):
+            late = job.started is not None and time.monotonic() - job.started > limit_s
+            if not job.is_done and late:
+                job.fault = f"no result after {limit_s:.0f} s"
+                threading.Thread(target=work, daemon=True).start()  # in place of the thread that hangs
+            if job.is_done or late:
+                pending.remove(job)
+                print(line(job), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
+    parser.add_argument("--programs", default="decode,prefill,choice", help="which of these")
+    parser.add_argument("--layers", type=int, help="only so many of each model, for a quick try")
+    parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once")
+    parser.add_argument("--context", type=int, default=1536, help="tokens of each, for the floor")
+    parser.add_argument("--prefill", type=int, default=2048, help="tokens prefilled at once")
+    parser.add_argument("--tokens", type=int, default=64 * 1536, help="tokens that there are KV pages for")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--max-len", type=int, default=8192)
+    parser.add_argument("--layouts", choices=("default", "auto"), default="default", help="of weights")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds for one program")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    parser.add_argument("--dump", type=Path, help="write the compiled programs to this folder")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    sizes = Sizes(
+        options.batch, options.context, options.prefill, options.tokens, options.block_size, options.max_len
+    )
+    problem = compiler_problem()
+    how = f"jax {jax.__version__}, " + (
+        f"lowered for TPUs only, not compiled ({problem})" if problem else "compiled by libtpu"
+    )
+    title = (
+        f"{how}. Decode of {sizes.batch} sequences of {sizes.context} tokens, prefill of {sizes.prefill} "
+        f"tokens, pages for {sizes.tokens} tokens in blocks of {sizes.block_size}, bfloat16, "
+        f"layouts of weights: {options.layouts}. Bytes are those of one chip. The optimal time is the "
+        "compiler's own and leaves attention's kernel out; the floor has the context's keys and values in it."
+    )
+    print(title, HEAD, sep="\n\n", flush=True)
+    jobs, faults = [], []
+    for name in options.models.split(","):
+        try:
+            jobs += jobs_of(name, sizes, options, can_compile=not problem)
+        except Exception as e:
+            traceback.print_exc()
+            faults.append(f"| {name} | |" + " |" * 6 + f" {one_line(f'{type(e).__name__}: {e}')} | | | |")
+            print(faults[-1], flush=True)
+    run_all(jobs, not problem, options.threads, options.limit)
+    table = "\n".join([title, "", HEAD, *map(line, jobs), *faults, ""])
+    print("\n" + table, flush=True)
+    if options.out:
+        options.out.write_text(table)
+    return 1 if faults or any(job.fault for job in jobs) else 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # threads that hang in a compiler would keep the process

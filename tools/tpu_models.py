@@ -1,0 +1,94 @@
+"""Models and the TPU slices that tools/tpu_compile.py tries them on: public shapes as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from hex_llm.models.families import model_spec
+from hex_llm.models.spec import ModelSpec
+
+
+class Chip(NamedTuple):
+    kind: str  # as JAX calls it
+    hbm: float  # bytes
+    bandwidth: float  # bytes per second
+    flops: float  # bfloat16, per second
+
+
+CHIPS = {
+    "v5e": Chip("TPU v5 lite", 17.2e9, 0.82e12, 197e12),
+    "v6e": Chip("TPU v6 lite", 34.4e9, 1.64e12, 920e12),
+}
+
+
+def _config(architecture: str, layers: int, width: int, ffn: int, heads: int, vocab: int, **more: Any) -> Any:
+    """What a config.json says; all of these have 8 KV heads."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": ffn, "vocab_size": vocab}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": 8}
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        **sizes,
+        **heads_of,
+        "rms_norm_eps": 1e-5,
+        **more,
+    }
+
+
+def _llama_rope(factor: float, high: float, max_len: int) -> dict[str, Any]:
+    factors = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}
+    scaling = {"rope_type": "llama3", **factors, "original_max_position_embeddings": 8192}
+    return {"rope_theta": 500000.0, "rope_scaling": scaling, "max_position_embeddings": max_len}
+
+
+LLAMA_ROPE = _llama_rope(8.0, 4.0, 131072)
+LLAMA_8B = _config("Llama", 32, 4096, 14336, 32, 128256, **LLAMA_ROPE)
+LLAMA_70B = _config("Llama", 80, 8192, 28672, 64, 128256, **LLAMA_ROPE)
+GEMMA_2_9B = _config("Gemma2", 42, 3584, 14336, 16, 256000, head_dim=256, max_position_embeddings=8192)
+MIXTRAL_8X7B = _config("Mixtral", 32, 4096, 14336, 32, 32000, rope_theta=1e6, max_position_embeddings=32768)
+LLAMA_4_SCOUT = _config(
+    "Llama4",
+    48,
+    5120,
+    8192,
+    40,
+    202048,
+    head_dim=128,
+    intermediate_size_mlp=16384,
+    **_llama_rope(16.0, 1.0, 10485760),
+)
+
+
+class Model(NamedTuple):
+    """A model on a slice; all its chips hold a part of it."""
+
+    config: dict[str, Any]
+    slice: str
+    num_heads: int | None = None  # as if query heads were padded to so many
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.slice.partition(":")[0]]
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        return tuple(int(n) for n in self.slice.partition(":")[2].split("x"))
+
+    def spec(self, max_len: int, num_layers: int | None) -> ModelSpec:
+        spec = model_spec(self.config, max_model_len=max_len)
+        heads = self.num_heads or spec.num_heads
+        return replace(spec, num_heads=heads, layers=spec.layers[:num_layers]).split_over(
+            math.prod(self.sides)
+        )
+
+
+MODELS = {
+    "llama-3.1-8b": Model(LLAMA_8B, "v5e:2x2"),
+    "llama-3.1-70b": Model(LLAMA_70B, "v5e:4x4"),
+    "gemma-2-9b": Model(GEMMA_2_9B, "v5e:2x2"),
+    "mixtral-8x7b": Model(MIXTRAL_8X7B, "v5e:2x4"),
+    # 40 heads do not divide by 16, which the engine refuses today: groups of 5 as if padded to 6.
+    "llama-4-scout": Model(LLAMA_4_SCOUT, "v5e:4x4", num_heads=48),
+    "llama-3.3-70b": Model(LLAMA_70B, "v6e:2x4"),
+}
