@@ -114,6 +114,9 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
 LLAMA3 = rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
+SCOUT_ROPE = rope(
+    "llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=32
+)
 LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.5, 2.0, 3.0, 4.0],
@@ -210,7 +213,7 @@ FAMILIES = [
         rope("yarn", factor=4.0, original_max_position_embeddings=32),
         prompt_len=50,
     ),
-    Tiny("llama4-scout", "Llama4ForCausalLM", LLAMA4, prompt_len=40),
+    Tiny("llama4-scout", "Llama4ForCausalLM", {**LLAMA4, **SCOUT_ROPE}, prompt_len=40),
     Tiny("llama4-scout-vision", "Llama4ForConditionalGeneration", LLAMA4),
     Tiny(
         "llama4-dense-between",

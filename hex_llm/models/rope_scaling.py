@@ -78,10 +78,13 @@ def _llama3(base: Floats, theta: float, scaling: HFConfig, c: HFConfig) -> dict[
     factor = np.float32(scaling.positive("factor"))
     low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
     length = _original_len(scaling, c)
-    if high <= low:
-        raise ModelError("config.json: high_freq_factor must be greater than low_freq_factor")
-    wavelength = np.float32(2 * math.pi) / base
-    blend = np.clip((length / wavelength - low) / (high - low), 0, 1).astype(np.float32)
+    if high < low:
+        raise ModelError("config.json: high_freq_factor must not be less than low_freq_factor")
+    rotations = length / (np.float32(2 * math.pi) / base)
+    if high == low:  # Llama 4 Scout: none between
+        blend = (rotations >= low).astype(np.float32)
+    else:
+        blend = np.clip((rotations - low) / (high - low), 0, 1).astype(np.float32)
     return {"inv_freq": _numbers((1 - blend) * base / factor + blend * base)}
 
 

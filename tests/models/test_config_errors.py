@@ -136,8 +136,8 @@ LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_posit
         ({**rope("dynamic", factor=2.0), "head_dim": 2}, "at least 4 rotated"),
         (rope("llama3", factor=8.0), "lacks low_freq_factor"),
         (
-            rope("llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0),
-            "high_freq_factor must be greater",
+            rope("llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=3.0),
+            "high_freq_factor must not be less",
         ),
         (rope("longrope", **{**LONG, "long_factor": [1.0] * 3}), "long_factor must be a list of 4"),
         (rope("longrope", **{**LONG, "short_factor": "x"}), "short_factor must be a list of 4"),
