@@ -7,7 +7,7 @@ nobody.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from operator import index
@@ -104,6 +104,8 @@ def _truncated(prompt_ids: ListLike[int], params: SamplingParams, limits: Limits
 
 def _plain(prompt_ids: ListLike[Any]) -> list[int]:
     """Whole numbers of other libraries as our own; what is none stays as it is, to be refused."""
+    if set(map(type, prompt_ids)) == {int}:
+        return list(prompt_ids)
     return [
         i if type(i) is int or isinstance(i, bool) or not isinstance(i, SupportsIndex) else index(i)
         for i in prompt_ids
@@ -135,7 +137,10 @@ def _check_blocks(max_len: int, limits: Limits) -> None:
         )
 
 
-def _check_ids(name: str, token_ids: Iterable[Any], limits: Limits) -> None:
+def _check_ids(name: str, token_ids: Collection[Any], limits: Limits) -> None:
+    # There may be a million of them, nearly always plain numbers: these are checked in few passes.
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < limits.vocab_size:
+        return
     for token_id in token_ids:
         if not _is_whole(token_id) or not 0 <= token_id < limits.vocab_size:
             raise InvalidRequest(

@@ -20,6 +20,7 @@ Ints = npt.NDArray[np.int32]
 PER_TOKEN = 4  # numbers: its position, span, row and KV slot
 PER_ROW = 3  # numbers besides the block table: its last token, its slot, and where the choice is written
 MIN_PREFILL_TOKENS = 32  # fewer cost nearly as much, so they share this shape
+FINE_SIZES = 8  # multiples of decode_seqs_padding; past them, four sizes for each doubling
 MIXED_STEP = 4  # sizes of steps that decode and prefill are powers of it: two sizes multiply
 
 
@@ -78,7 +79,8 @@ class Paddings:
     def all_shapes(self) -> list[StepShape]:
         """Every shape that `shape` can give."""
         c = self.config
-        seqs, prefill_seqs = _sizes(c.max_decode_seqs, c.decode_seqs_padding), self._prefill_seqs()
+        seqs = range(1, c.max_decode_seqs + 1)
+        prefill_seqs = range(1, c.max_prefill_seqs + 1, c.prefill_seqs_padding)
         widths = _sizes(self._blocks(self.max_len), c.decode_blocks_padding)
         tokens = _sizes(self.max_prefill_tokens, c.prefill_len_padding)
         shapes = {self._decode_shape(n, b) for n in seqs for b in widths}
@@ -89,7 +91,10 @@ class Paddings:
 
     def _decode_shape(self, num_seqs: int, num_blocks: int) -> StepShape:
         c = self.config
-        seqs = min(padded(num_seqs, c.decode_seqs_padding), c.max_decode_seqs)
+        unit = c.decode_seqs_padding
+        while num_seqs > FINE_SIZES * unit:  # there, rows cost less than shapes, which take long to compile
+            unit *= 2
+        seqs = min(padded(num_seqs, unit), c.max_decode_seqs)
         # Attention follows the tokens that are there, so a wide table costs only its own transfer.
         width = min(_up(num_blocks, c.decode_blocks_padding), self._blocks(self.max_len))
         return StepShape(seqs, 0, 0, width)
@@ -97,7 +102,8 @@ class Paddings:
     def _prefill_shape(self, num_seqs: int, num_tokens: int) -> StepShape:
         c = self.config
         tokens = padded(max(num_tokens, MIN_PREFILL_TOKENS), c.prefill_len_padding)
-        seqs = min(padded(num_seqs, c.prefill_seqs_padding), c.max_prefill_seqs)
+        # A row that is not there costs next to nothing beside the tokens, so there are no powers of two.
+        seqs = min(_up(num_seqs, c.prefill_seqs_padding), c.max_prefill_seqs)
         return StepShape(0, seqs, tokens, self._blocks(self.max_len))
 
     def _mixed_shape(self, num_decodes: int, num_prefills: int, num_tokens: int) -> StepShape:
@@ -106,9 +112,6 @@ class Paddings:
         largest = self._prefill_shape(num_prefills, self.max_prefill_tokens)
         tokens = min(max(_power(num_tokens), MIN_PREFILL_TOKENS), largest.num_prefill_tokens)
         return largest._replace(num_decodes=seqs, num_prefill_tokens=tokens)
-
-    def _prefill_seqs(self) -> set[int]:
-        return _sizes(self.config.max_prefill_seqs, self.config.prefill_seqs_padding)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)

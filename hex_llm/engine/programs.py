@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from hex_llm.engine.batch import StepShape, unpack
 from hex_llm.engine.results import pack_choices, pack_logprobs
-from hex_llm.engine.sampling import choose, logprobs_of
+from hex_llm.engine.sampling import Wants, choose, logprobs_of
 from hex_llm.engine.slots import SlotLayout, SlotRows, append_tokens
 from hex_llm.kernels.attention import PagedAttention
 from hex_llm.models import decoder
@@ -57,12 +57,12 @@ def forward(
 
 
 def choose_tokens(
-    slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout
+    slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout, most: Wants
 ) -> tuple[jax.Array, jax.Array]:
     """Packed choices (results.py), and the slots with the chosen tokens appended."""
     own, chosen_slots, num_tokens = rows
     remembered = SlotRows(layout, slots, own)
-    chosen = choose(logits, remembered.sampling(num_tokens), remembered)
+    chosen = choose(logits, remembered.sampling(num_tokens), remembered, most)
     return pack_choices(chosen), append_tokens(layout, slots, chosen_slots, num_tokens, chosen.token_ids)
 
 

@@ -25,9 +25,10 @@ from hex_llm.engine import programs
 from hex_llm.engine.batch import Ints, Paddings, StepShape, pack
 from hex_llm.engine.programs import Pages
 from hex_llm.engine.results import unpack_logprobs
+from hex_llm.engine.sampling import Wants
 from hex_llm.engine.slots import SlotLayout
 from hex_llm.errors import HexError
-from hex_llm.kernels import cpu, gpu, reference
+from hex_llm.kernels import cpu, gpu, reference, tpu
 from hex_llm.kernels.attention import PagedAttention
 from hex_llm.models.params import Weights, in_panels
 from hex_llm.models.spec import ModelSpec
@@ -40,12 +41,15 @@ log = logging.getLogger(__name__)
 Program = Callable[..., Any]
 KEPT_S = 0.05  # what takes longer to compile is kept
 PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
+# cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md).
+GPU_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
 
 class Choose(NamedTuple):
-    """The choice of tokens for so many rows."""
+    """The choice of tokens for so many rows, none of which wants more than that."""
 
     num_rows: int
+    most: Wants
 
 
 class Write(NamedTuple):
@@ -93,18 +97,25 @@ class Runner:
         self.pages = allocate_pages(spec, mesh, num_blocks, config.block_size, dtype)
         self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
         self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
+        self._wants = [Wants.LIKELIEST] * self.layout.num_slots
+        # Where branches cost little, one program serves all.
+        self._kinds = list(Wants) if self._platform == "gpu" else [Wants.ANYTHING]
         self.num_late_compiles = 0
         self._is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
-        attend = cpu.paged_attention if width is not None else accelerated_attention(spec, mesh, dtype)
+        attend: PagedAttention = cpu.paged_attention
+        if width is None:
+            attend = accelerated_attention(spec, mesh, config.block_size, dtype)
         self._attend = programs.split_by_head(attend, mesh)
         self._programs: dict[Key, Program] = {}
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Sends a step off."""
         shape = self.paddings.shape(plan)
-        step, choose = self._program(shape), self._program(Choose(shape.num_choices))
+        wanted = max(self._wants[chunk.slot] for chunk in plan.chunks)
+        most = min(kind for kind in self._kinds if kind >= wanted)
+        step, choose = self._program(shape), self._program(Choose(shape.num_choices, most))
         packed = pack(plan, shape, self.config.block_size)
         logits, rows, hidden, self.pages = step(self.weights, self.pages, self.slots, packed)
         choices, self.slots = choose(self.slots, logits, rows)
@@ -132,6 +143,8 @@ class Runner:
 
     def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
         """Whole rows of slots, before the next step."""
+        for slot, record in records:
+            self._wants[slot] = self.layout.wants(record)
         self._write("all", records)
 
     def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
@@ -143,7 +156,7 @@ class Runner:
         keys = self.all_programs()
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             list(tqdm(compilers.map(self._program, keys), "Compiling", len(keys), disable=not progress))
-        if self.mesh.devices.flat[0].platform != "cpu":
+        if self._platform != "cpu":
             self._run_all()
         self._is_warm = True
 
@@ -152,9 +165,10 @@ class Runner:
         shapes = self.paddings.all_shapes()
         most = self.config.max_decode_seqs
         sizes = sorted({_write_size(n, most) for n in range(1, most + 1)})
-        small: list[Key] = [Choose(n) for n in sorted({shape.num_choices for shape in shapes})]
-        small += [Write("all", n) for n in sizes] + [Write("allowed", n) for n in sizes]
-        return [*reversed(shapes), *small, PromptLogprobs(PROMPT_ROWS)]
+        rows = sorted({shape.num_choices for shape in shapes})
+        choices = [Choose(n, kind) for kind in reversed(self._kinds) for n in reversed(rows)]
+        writes = [Write("all", n) for n in sizes] + [Write("allowed", n) for n in sizes]
+        return [*choices, *reversed(shapes), PromptLogprobs(PROMPT_ROWS), *writes]
 
     def temporary_bytes(self) -> int:
         """What the largest program that was compiled needs besides weights, pages and slots."""
@@ -181,7 +195,11 @@ class Runner:
         function, arguments, donated, placed = self._described(key)
         with jax.default_matmul_precision(self._precision):
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=placed)
-            return jitted.lower(*arguments).compile()
+            return jitted.lower(*arguments).compile(compiler_options=self._options(key))
+
+    def _options(self, key: Key) -> dict[str, Any] | None:
+        one_row = isinstance(key, StepShape) and key.num_tokens == 1  # which XLA's own kernels do best
+        return GPU_OPTIONS if self._platform == "gpu" and not one_row else None
 
     def _op_by_op(self, key: Key) -> Program:
         function, _, _, _ = self._described(key)
@@ -204,11 +222,11 @@ class Runner:
                 arguments = (self.weights, self.pages, self.slots, _ints(key.packed_size))
                 hidden = whole if key.num_prefills else None
                 return function, arguments, (1,), (self._logits_lie(), whole, hidden, pages)
-            case Choose(num_rows):
+            case Choose(num_rows, most):
                 logits = jax.ShapeDtypeStruct(
                     (num_rows, self.spec.vocab_size), jnp.float32, sharding=self._logits_lie()
                 )
-                choose = partial(programs.choose_tokens, layout=layout)
+                choose = partial(programs.choose_tokens, layout=layout, most=most)
                 return choose, (self.slots, logits, _ints(3, num_rows)), (0,), whole
             case Write(columns, num_rows):
                 part = slice(0, layout.width) if columns == "all" else layout.allowed
@@ -219,6 +237,11 @@ class Runner:
                 hidden_rows = jax.ShapeDtypeStruct((num_rows, self.spec.hidden_size), self.dtype)
                 logprobs = partial(programs.prompt_logprobs, spec=self.spec)
                 return logprobs, (self.weights, hidden_rows, _ints(num_rows)), (), whole
+
+    @property
+    def _platform(self) -> str:
+        platform: str = self.mesh.devices.flat[0].platform
+        return platform
 
     def _logits_lie(self) -> NamedSharding:
         splits = self.spec.vocab_size % self.mesh.size == 0
@@ -240,7 +263,8 @@ class Runner:
         for shape in self.paddings.all_shapes():
             packed = np.zeros(shape.packed_size, np.int32)
             logits, rows, _, self.pages = self._program(shape)(self.weights, self.pages, self.slots, packed)
-            _, self.slots = self._program(Choose(shape.num_choices))(self.slots, logits, rows)
+            for kind in self._kinds:
+                _, self.slots = self._program(Choose(shape.num_choices, kind))(self.slots, logits, rows)
         jax.block_until_ready(self.slots)
 
 
@@ -275,13 +299,18 @@ def cpu_panel_width(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> int | 
     return width if width is not None and spec.head_dim % (width // cpu.PANEL_VECTORS) == 0 else None
 
 
-def accelerated_attention(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> PagedAttention:
+def accelerated_attention(
+    spec: ModelSpec, mesh: Mesh, block_size: int, dtype: np.dtype[Any]
+) -> PagedAttention:
     """The kernel for the mesh's devices, or the reference where there is none for them or for this model."""
-    if mesh.devices.flat[0].platform != "gpu":
-        return reference.paged_attention
-    if gpu.can_attend(spec.group_size, spec.head_dim, dtype):
+    platform, masks = mesh.devices.flat[0].platform, [layer.mask for layer in spec.layers]
+    if platform == "gpu" and gpu.can_attend(spec.group_size, spec.head_dim, dtype):
         return gpu.paged_attention
-    log.warning("no attention kernel for heads of %d in %s: a slower one is used", spec.head_dim, dtype)
+    num_kv_heads = spec.num_kv_heads // mesh.size
+    if platform == "tpu" and tpu.can_attend(num_kv_heads, spec.head_dim, block_size, masks, dtype):
+        return tpu.paged_attention
+    if platform != "cpu":
+        log.warning("no attention kernel for heads of %d in %s: a slower one is used", spec.head_dim, dtype)
     return reference.paged_attention
 
 

@@ -15,6 +15,7 @@ neither the number of rows nor a vocabulary spread over devices can tip them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import jax
@@ -52,6 +53,16 @@ class SamplingRows(NamedTuple):
     constrained: jax.Array  # i32: MASKED | BIASED
 
 
+class Wants(IntEnum):
+    """How much the rows of a batch ask for. GPUs stop at every branch until the host has seen which way it
+    goes; what the host knows beforehand is therefore left out of the program, not branched around."""
+
+    LIKELIEST = 0
+    RANDOM = 1  # temperature and min_p too
+    CUT = 2  # top_k and top_p too
+    ANYTHING = 3
+
+
 class SlotRows(Protocol):
     """What is remembered of each row's sequence. Called only inside the branches that want it."""
 
@@ -83,20 +94,34 @@ class Border(NamedTuple):
     target: jax.Array  # [R] i32
 
 
-def choose(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> Chosen:
-    """logits [R, V] f32 -> the next token of each row. A greedy batch costs one argmax."""
+def choose(logits: jax.Array, rows: SamplingRows, slots: SlotRows, most: Wants = Wants.ANYTHING) -> Chosen:
+    """logits [R, V] f32 -> the next token of each row; none wants more than `most`. A greedy batch costs one
+    argmax."""
+    if most is not Wants.ANYTHING:
+        greedy = most is Wants.LIKELIEST
+        token_ids = _likeliest(logits) if greedy else _sampled(logits, rows, slots, most)
+        return Chosen(token_ids, *_no_logprobs(len(logits)))
     token_ids = lax.cond(
         jnp.any(_random(rows) | _adjusts(rows)),
-        lambda: _sampled(logits, rows, slots),
+        lambda: _sampled(logits, rows, slots, most),
         lambda: _likeliest(logits),
     )
-    n, shape = len(token_ids), (len(token_ids), MAX_LOGPROBS)
     logprobs = lax.cond(
         jnp.any((rows.num_logprobs >= 0) & (rows.num_tokens > 0)),
         lambda: logprobs_of(logits, token_ids),
-        lambda: (jnp.zeros(n), jnp.zeros(n, jnp.int32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)),
+        lambda: _no_logprobs(len(logits)),
     )
     return Chosen(token_ids, *logprobs)
+
+
+def wanted(rows: SamplingRows) -> Wants:
+    """By any of the rows, which lie on the host here."""
+    random = _random(rows)
+    if np.any(_adjusts(rows) | (random & (rows.typical_p < 1)) | (rows.num_logprobs >= 0)):
+        return Wants.ANYTHING
+    if np.any(random & ((rows.top_k > 0) | (rows.top_p < 1))):
+        return Wants.CUT
+    return Wants.RANDOM if np.any(random) else Wants.LIKELIEST
 
 
 def logprobs_of(logits: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -114,6 +139,11 @@ def logprobs_of(logits: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax
     return (chosen - best - total)[:, 0], rank, jnp.pad(top_ids, lacking), top_logprobs
 
 
+def _no_logprobs(num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    none, top = jnp.zeros(num_rows), jnp.zeros((num_rows, MAX_LOGPROBS))
+    return none, none.astype(jnp.int32), top.astype(jnp.int32), top
+
+
 def adjusted(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> jax.Array:
     """The logits that greedy and random rows alike choose by: bias, penalties and mask applied."""
 
@@ -126,7 +156,7 @@ def adjusted(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> jax.Arra
     return when(_has(rows, MASKED), lambda x: _masked(x, rows, slots), logits)
 
 
-def weights(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+def weights(logits: jax.Array, rows: SamplingRows, most: Wants = Wants.ANYTHING) -> jax.Array:
     """Adjusted logits -> i32 [R, V]: how many parts of its row's sum are a token's chance to be drawn.
 
     Rows that are not random get numbers without meaning.
@@ -147,10 +177,14 @@ def weights(logits: jax.Array, rows: SamplingRows) -> jax.Array:
         parts, scale = _parts(chance)
         return Border(_unlikeness(scaled, chance, parts, scale), parts, _share(rows.typical_p, parts))
 
-    chance = _cut(chance, random & (rows.top_k > 0) & (rows.top_k < logits.shape[-1]), top_k)
-    chance = _cut(chance, random & (rows.top_p < 1), top_p)
+    branches = most is Wants.ANYTHING
+    if most >= Wants.CUT:
+        fewer = random & (rows.top_k > 0) & (rows.top_k < logits.shape[-1])
+        chance = _cut(chance, fewer, top_k, branches)
+        chance = _cut(chance, random & (rows.top_p < 1), top_p, branches)
     chance = jnp.where(chance >= rows.min_p[:, None], chance, 0)
-    chance = _cut(chance, random & (rows.typical_p < 1), typical_p)
+    if most is Wants.ANYTHING:
+        chance = _cut(chance, random & (rows.typical_p < 1), typical_p, branches)
     return _parts(chance)[0]
 
 
@@ -181,16 +215,17 @@ def _likeliest(logits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(found), token_ids, -1)
 
 
-def _sampled(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> jax.Array:
+def _sampled(logits: jax.Array, rows: SamplingRows, slots: SlotRows, most: Wants) -> jax.Array:
     usable = _count(~(logits < jnp.inf)) == 0  # NaN compares false; a mask could hide it
-    logits = lax.cond(jnp.any(_adjusts(rows)), lambda x: adjusted(x, rows, slots), lambda x: x, logits)
+    random, branches = _random(rows), most is Wants.ANYTHING
+    if branches:
+        logits = lax.cond(jnp.any(_adjusts(rows)), lambda x: adjusted(x, rows, slots), lambda x: x, logits)
     likeliest = _likeliest(logits)
-    random = _random(rows)
-    token_ids = lax.cond(
-        jnp.any(random),
-        lambda: jnp.where(random, _drawn(weights(logits, rows), rows), likeliest),
-        lambda: likeliest,
-    )
+
+    def drawn() -> jax.Array:
+        return jnp.where(random, _drawn(weights(logits, rows, most), rows), likeliest)
+
+    token_ids = lax.cond(jnp.any(random), drawn, lambda: likeliest) if branches else drawn()
     return jnp.where(usable & (likeliest >= 0), token_ids, -1)
 
 
@@ -234,7 +269,7 @@ def _add(to: jax.Array, wanted: jax.Array, token_ids: jax.Array, values: jax.Arr
     return to.at[jnp.arange(len(to))[:, None], at].add(values, mode="drop")
 
 
-def _cut(chance: jax.Array, wanted: jax.Array, border: Callable[[], Border]) -> jax.Array:
+def _cut(chance: jax.Array, wanted: jax.Array, border: Callable[[], Border], branches: bool) -> jax.Array:
     """The chances, in rows that want it, of the tokens inside the border only."""
 
     def keep() -> jax.Array:
@@ -242,7 +277,7 @@ def _cut(chance: jax.Array, wanted: jax.Array, border: Callable[[], Border]) -> 
         radius = _radius(Border(distance, values, jnp.where(wanted, target, 0)))
         return jnp.where((distance <= radius[:, None]) | ~wanted[:, None], chance, 0)
 
-    return lax.cond(jnp.any(wanted), keep, lambda: chance)
+    return lax.cond(jnp.any(wanted), keep, lambda: chance) if branches else keep()
 
 
 def _parts(chance: jax.Array) -> tuple[jax.Array, jax.Array]:

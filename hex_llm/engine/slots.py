@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hex_llm.engine.batch import Ints
-from hex_llm.engine.sampling import BIASED, MASKED, SamplingRows
+from hex_llm.engine.sampling import BIASED, MASKED, SamplingRows, Wants, wanted
 from hex_llm.sampling_params import MAX_TOKEN_IDS, RANGES, SamplingParams
 
 FLOATS = tuple(RANGES)
@@ -84,6 +84,11 @@ class SlotLayout:
             row[self.bias_values][: len(values)] = values.view(np.int32)
         return row
 
+    def wants(self, row: Ints) -> Wants:
+        """What a `record` asks of the choice of tokens."""
+        scalars = row[None, :NUM_SCALARS]
+        return wanted(_sampling(scalars, scalars[:, : len(FLOATS)].view(np.float32), scalars[:, NUM_PROMPT]))
+
     def empty(self) -> Ints:
         """The rows of all slots before anything runs; padding is greedy."""
         rows = np.zeros((self.num_slots, self.width), np.int32)
@@ -101,15 +106,7 @@ class SlotRows:
         """`num_tokens` [R]: of each sequence, up to which the next one is chosen."""
         scalars = self._columns(slice(0, NUM_SCALARS))
         floats = jax.lax.bitcast_convert_type(scalars[:, : len(FLOATS)], jnp.float32)
-        return SamplingRows(
-            **{name: floats[:, i] for i, name in enumerate(FLOATS)},
-            top_k=scalars[:, TOP_K],
-            seed=scalars[:, SEED : SEED + 2],
-            num_prompt=scalars[:, NUM_PROMPT],
-            num_tokens=num_tokens,
-            num_logprobs=scalars[:, NUM_LOGPROBS],
-            constrained=scalars[:, CONSTRAINED],
-        )
+        return _sampling(scalars, floats, num_tokens)
 
     def history(self) -> jax.Array:
         return self._columns(self._layout.history)
@@ -128,6 +125,19 @@ class SlotRows:
 
     def _columns(self, columns: slice) -> Any:
         return self._state[self._slots, columns]
+
+
+def _sampling(scalars: Any, floats: Any, num_tokens: Any) -> SamplingRows:
+    """On the host and in the compiled step alike."""
+    return SamplingRows(
+        **{name: floats[:, i] for i, name in enumerate(FLOATS)},
+        top_k=scalars[:, TOP_K],
+        seed=scalars[:, SEED : SEED + 2],
+        num_prompt=scalars[:, NUM_PROMPT],
+        num_tokens=num_tokens,
+        num_logprobs=scalars[:, NUM_LOGPROBS],
+        constrained=scalars[:, CONSTRAINED],
+    )
 
 
 def append_tokens(

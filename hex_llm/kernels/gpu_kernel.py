@@ -55,22 +55,22 @@ def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> 
     """The pages with k and v [T, K, H] at the slots, in place where the pages are donated; and tickets
     [T, K], all 0: splits draw them at their block's first row to learn which of them ends last."""
     num_rows, num_kv_heads, head_dim = k.shape
-    flat = pages.reshape(-1, num_kv_heads * 2 * head_dim)
-    width = num_kv_heads * head_dim
+    width = num_kv_heads * 2 * head_dim
+    flat = pages.reshape(-1, width)
+    # As the pages lie: what makes k and v, usually a rotation, then writes both in one go.
+    kv = jnp.stack([k, v], axis=2).astype(pages.dtype).reshape(num_rows, width)
 
-    def kernel(slots_ref: Any, k_ref: Any, v_ref: Any, _: Any, pages_ref: Any, tickets_ref: Any) -> None:
+    def write_kernel(slots_ref: Any, kv_ref: Any, _: Any, pages_ref: Any, tickets_ref: Any) -> None:
         row, place = pl.program_id(0), lax.iota(jnp.int32, next_power(width))
-        inside, to = place < width, lax.div(place, head_dim) * 2 * head_dim + lax.rem(place, head_dim)
-        slot = slots_ref[row]
-        for i, new in enumerate((k_ref, v_ref)):
-            value = plgpu.load(new.at[row, place], mask=inside).astype(pages.dtype)
-            plgpu.store(pages_ref.at[slot, to + i * head_dim], value, mask=inside)
+        inside = place < width
+        value = plgpu.load(kv_ref.at[row, place], mask=inside)
+        plgpu.store(pages_ref.at[slots_ref[row], place], value, mask=inside)
         head = lax.iota(jnp.int32, next_power(num_kv_heads))
         plgpu.store(tickets_ref.at[row, head], jnp.zeros_like(head), mask=head < num_kv_heads)
 
     tickets = jax.ShapeDtypeStruct((num_rows, num_kv_heads), jnp.int32)
-    call = _call(kernel, (num_rows,), [flat, tickets], warps=4, stages=1, aliases={3: 0})
-    new_pages, new_tickets = call(slots, k.reshape(num_rows, -1), v.reshape(num_rows, -1), flat)
+    call = _call(write_kernel, (num_rows,), [flat, tickets], warps=4, stages=1, aliases={2: 0})
+    new_pages, new_tickets = call(slots, kv, flat)
     return new_pages.reshape(pages.shape), new_tickets
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hex_llm.kernels import cpu
 from hex_llm.kernels.cpu import Panels
@@ -23,7 +24,7 @@ def linear(x: jax.Array, weight: jax.Array | Panels, bias: jax.Array | None = No
     else:
         outputs = weight.shape[: weight.ndim - (x.ndim - 1)]
         matrix = weight.reshape(-1, flat.shape[1])
-        out = _any_product(flat, matrix).astype(x.dtype).reshape(len(x), *outputs)
+        out = _any_product(flat, matrix).reshape(len(x), *outputs)
     return out if bias is None else out + bias
 
 
@@ -40,13 +41,25 @@ def rows_of(weight: jax.Array | Panels, which: jax.Array) -> jax.Array:
 
 
 def _any_product(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    if len(x) in FEW_ROWS and x.dtype == jnp.float32:
+    """In x's type, summed in float32."""
+    if x.dtype != jnp.float32:
+        return jax.lax.platform_dependent(x, matrix, cpu=_rounded_product, default=_narrow_product)
+    if len(x) in FEW_ROWS:
         return jax.lax.platform_dependent(x, matrix, cpu=_weight_first, default=_product)
     return _product(x, matrix)
 
 
-def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def _product(x: jax.Array, matrix: jax.Array, out: DTypeLike = jnp.float32) -> jax.Array:
+    return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=out)
+
+
+def _rounded_product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    return _product(x, matrix).astype(x.dtype)
+
+
+def _narrow_product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Accelerators sum in float32 whatever comes out; asked for float32, GPUs write it to memory first."""
+    return _product(x, matrix, x.dtype)
 
 
 def _weight_first(x: jax.Array, matrix: jax.Array) -> jax.Array:

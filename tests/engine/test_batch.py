@@ -45,7 +45,7 @@ def test_no_step_leaves_the_set(
         max_prefill_seqs=prefills,
         block_size=block,
         decode_seqs_padding=seqs_pad,
-        prefill_seqs_padding=prefills,
+        prefill_seqs_padding=seqs_pad,
         prefill_len_padding=len_pad,
         decode_blocks_padding=blocks_pad,
         enable_chunked_prefill=chunked,

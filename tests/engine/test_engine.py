@@ -16,6 +16,8 @@ import torch
 
 from hex_llm.engine import programs
 from hex_llm.engine.engine import NO_TOKEN, Engine
+from hex_llm.engine.runner import Choose
+from hex_llm.engine.sampling import Wants
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.types import FinishReason, Request, Update
@@ -66,6 +68,31 @@ def logits_of(judge: Any, ids: list[int]) -> torch.Tensor:
 
 def test_greedy_tokens_are_the_judges(engine: Engine, judge: Any) -> None:
     assert tokens(one(engine, greedy())) == greedy_tokens(judge, PROMPT, 12)
+
+
+def test_programs_that_leave_out_what_is_not_wanted_choose_the_same(engine: Engine, folder: Path) -> None:
+    params = [
+        {"temperature": 0},
+        {},
+        {"top_p": 0.8, "top_k": 20},
+        {"logprobs": 2},
+        {"frequency_penalty": 1.0},
+    ]
+    several = make_engine(folder, **FLAGS)
+    several.runner._kinds = list(Wants)  # as on GPUs
+
+    def found(engine: Engine, batch: list[dict[str, Any]]) -> list[list[int]]:
+        requests = [
+            request(str(i), LLAMA.prompt(i), SamplingParams(**{"seed": i, "max_tokens": 6 + i, **one}))
+            for i, one in enumerate(batch)
+        ]
+        ended = drive(engine, requests)
+        return [tokens(ended[str(i), 0]) for i in range(len(batch))]
+
+    for batch in (*([one] for one in params), params):
+        assert found(several, batch) == found(engine, batch)
+    used = {key.most for key in several.runner._programs if isinstance(key, Choose)}
+    assert used == set(Wants)
 
 
 def test_a_seed_gives_the_same_alone_and_among_31_neighbours(engine: Engine) -> None:

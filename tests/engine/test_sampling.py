@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,17 @@ from jax.sharding import PartitionSpec as P
 from transformers.generation import logits_process as hf
 
 from hex_llm.engine import sampling
-from hex_llm.engine.sampling import Border, Chosen, SamplingRows, adjusted, choose, logprobs_of, weights
+from hex_llm.engine.sampling import (
+    Border,
+    Chosen,
+    SamplingRows,
+    Wants,
+    adjusted,
+    choose,
+    logprobs_of,
+    wanted,
+    weights,
+)
 from hex_llm.sampling_params import MAX_LOGPROBS
 
 OFF = {
@@ -190,6 +201,28 @@ def test_parameters_together_give_transformers_distribution(seed: int) -> None:
         )
     slots = slots_of(len(wants), 800, seed)
     assert_as_judged(logits_of(len(wants), 800, seed), wants, slots)
+
+
+@pytest.mark.parametrize(
+    ("most", "wants"),
+    [
+        (Wants.LIKELIEST, [{}, {"top_k": 3, "top_p": 0.5}]),
+        (Wants.RANDOM, [{}, {"temperature": 0.7}, {"temperature": 1.0, "min_p": 0.2}]),
+        (Wants.CUT, [{}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.7, "top_p": 0.6}]),
+        (Wants.ANYTHING, [{"temperature": 1.0, "typical_p": 0.5}, {}]),
+        (Wants.ANYTHING, [{"presence_penalty": 0.5}]),
+        (Wants.ANYTHING, [{"num_logprobs": 0}]),
+        (Wants.ANYTHING, [{"constrained": 2}]),
+    ],
+)
+def test_what_is_left_out_was_not_wanted(most: Wants, wants: list[dict[str, Any]]) -> None:
+    wants = [{"num_tokens": i + 3, **want} for i in range(20) for want in wants]
+    rows, slots, logits = rows_of(wants), slots_of(len(wants), 900), logits_of(len(wants), 900)
+    logits = logits.at[5, 7].set(jnp.nan)
+    assert wanted(jax.tree.map(np.asarray, rows)) is most
+    least, whole = jax.jit(partial(choose, most=most))(logits, rows, slots), chosen(logits, rows, slots)
+    jax.tree.map(np.testing.assert_array_equal, least, whole)
+    assert whole.token_ids[5] == -1
 
 
 @pytest.mark.parametrize("vocab", [40, 700, 5000])

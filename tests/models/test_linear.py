@@ -24,3 +24,12 @@ def test_products_equal_float64(rows: int, equal_rows: bool) -> None:
     columns = jax.jit(lambda x: linear_columns(spread(x).T, weight, bias))(x)
     np.testing.assert_allclose(out, expected, atol=1e-4)
     np.testing.assert_allclose(np.moveaxis(np.asarray(columns), -1, 0), expected, atol=1e-4)
+
+
+def test_products_of_bfloat16_are_summed_in_float32() -> None:
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((5, 512), (96, 512)))
+    out = jax.jit(linear)(x, weight)
+    assert out.dtype == jnp.bfloat16
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-8, atol=1e-4)  # rounded once
