@@ -161,7 +161,7 @@ def attend(
         return gpu.prefill(*rows, pages, batch.prefill_tables, tickets, NO_OPTIONS, tiling), pages
     tiling = tiling or gpu.decode_tiling(q, pages, batch.decode_tables)
     tables = batch.decode_tables
-    return gpu.decode(q, batch.positions, pages, tables, tickets, NO_OPTIONS, tiling), pages
+    return gpu.attend(q, batch.positions, None, pages, tables, tickets, NO_OPTIONS, tiling), pages
 
 
 def timed(case: Case, tilings: list[gpu.Tiling | None]) -> None:

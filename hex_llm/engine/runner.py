@@ -93,6 +93,7 @@ class Runner:
         width = cpu_panel_width(spec, mesh, dtype)
         self.weights = weights if width is None else in_panels(weights, width)
         self.spec, self.mesh, self.dtype = spec, mesh, dtype
+        self._platform = _platform(mesh)
         self.paddings, self.config = paddings, config
         self.pages = allocate_pages(spec, mesh, num_blocks, config.block_size, dtype)
         self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
@@ -238,11 +239,6 @@ class Runner:
                 logprobs = partial(programs.prompt_logprobs, spec=self.spec)
                 return logprobs, (self.weights, hidden_rows, _ints(num_rows)), (), whole
 
-    @property
-    def _platform(self) -> str:
-        platform: str = self.mesh.devices.flat[0].platform
-        return platform
-
     def _logits_lie(self) -> NamedSharding:
         splits = self.spec.vocab_size % self.mesh.size == 0
         return NamedSharding(self.mesh, P(None, TP) if splits else P())
@@ -266,6 +262,10 @@ class Runner:
             for kind in self._kinds:
                 _, self.slots = self._program(Choose(shape.num_choices, kind))(self.slots, logits, rows)
         jax.block_until_ready(self.slots)
+
+
+def _platform(mesh: Mesh) -> str:
+    return str(mesh.devices.flat[0].platform)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -293,7 +293,7 @@ def keep_compiled(cache_dir: Path) -> None:
 
 def cpu_panel_width(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> int | None:
     """Of the CPU's own kernels; None where they cannot be used."""
-    if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu" or dtype != np.float32:
+    if mesh.size > 1 or _platform(mesh) != "cpu" or dtype != np.float32:
         return None
     width = cpu.panel_width()
     return width if width is not None and spec.head_dim % (width // cpu.PANEL_VECTORS) == 0 else None
@@ -303,7 +303,7 @@ def accelerated_attention(
     spec: ModelSpec, mesh: Mesh, block_size: int, dtype: np.dtype[Any]
 ) -> PagedAttention:
     """The kernel for the mesh's devices, or the reference where there is none for them or for this model."""
-    platform, masks = mesh.devices.flat[0].platform, [layer.mask for layer in spec.layers]
+    platform, masks = _platform(mesh), [layer.mask for layer in spec.layers]
     if platform == "gpu" and gpu.can_attend(spec.group_size, spec.head_dim, dtype):
         return gpu.paged_attention
     num_kv_heads = spec.num_kv_heads // mesh.size

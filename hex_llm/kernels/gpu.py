@@ -49,8 +49,8 @@ def paged_attention(
     parts = []
     if num_decode:
         tiling = decode_tiling(q[:num_decode], pages, batch.decode_tables)
-        rows = (q[:num_decode], positions[:num_decode])
-        parts.append(decode(*rows, pages, batch.decode_tables, tickets[:num_decode], options, tiling))
+        rows = (q[:num_decode], positions[:num_decode], None)
+        parts.append(attend(*rows, pages, batch.decode_tables, tickets[:num_decode], options, tiling))
     if len(batch.prefill_tables):
         tiling = prefill_tiling(q[num_decode:], pages, batch.prefill_tables)
         owned = (q[num_decode:], positions[num_decode:], sequences[num_decode:])
@@ -86,19 +86,6 @@ def prefill_tiling(q: jax.Array, pages: jax.Array, tables: jax.Array) -> Tiling:
     reach = tables.shape[1] * pages.shape[1]
     splits = max(min(256 // programs, reach // 512, 8), 1)  # few rows may see a long prefix
     return Tiling(rows, 64, splits, min_split=512, warps=8, stages=5 if head_dim <= 128 else 2)
-
-
-def decode(
-    q: jax.Array,
-    positions: jax.Array,
-    pages: jax.Array,
-    tables: jax.Array,
-    tickets: jax.Array,
-    options: Options,
-    tiling: Tiling,
-) -> jax.Array:
-    """q [S, K, G, H], one row for each sequence."""
-    return attend(q, positions, None, pages, tables, tickets, options, tiling)
 
 
 def prefill(

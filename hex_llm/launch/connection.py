@@ -78,7 +78,7 @@ def connection(receive_s: float, send_s: float) -> type[asyncio.Protocol]:
                     await self.flow.drain()
                 if not chunked:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-                elif not cycle.disconnected:
+                elif piece and not cycle.disconnected:  # an empty chunk would end the reply
                     self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
             scope[SEND_PIECE] = send_piece

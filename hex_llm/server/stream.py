@@ -188,8 +188,7 @@ class _Streamed(Response):
             await send_piece(self.first)
             try:
                 async for piece in self.pieces:
-                    if piece:
-                        await send_piece(piece)
+                    await send_piece(piece)
             except Exception as error:
                 if not isinstance(error, HexError):
                     log.exception("a stream broke")
