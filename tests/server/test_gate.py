@@ -111,14 +111,14 @@ def test_the_time_is_up_only_before_the_reply_begins() -> None:
         async def _feed(self, generation: Any) -> None:
             for update in self.updates(generation.collector.request):
                 generation.add(update)
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.6)
 
     reply = ask(
         Slow(byte_tokenizer()),
         "POST",
         COMPLETIONS,
         json={**SLOW, "stream": True},
-        config={"request_timeout": 1},
+        config={"request_timeout": 2},
     )
     assert reply.status_code == 200
     assert reply.text.endswith("data: [DONE]\n\n")
