@@ -89,6 +89,7 @@ class EngineClient:
         self._command = command
         self._failure: str | None = LOADING
         self._open: dict[str, Generation] = {}
+        self._untold: set[Generation] = set()  # whose readers do not know yet that there is news
         self._pending: dict[str, int] = {}  # choices of requests whose ends the engine has not told yet
         self._restarts: list[float] = []  # when they were
         self._watchers: set[asyncio.Task[None]] = set()
@@ -368,7 +369,7 @@ class EngineClient:
 
     async def _take_updates(self, updates: Sequence[Update], stats: Stats, now: float) -> None:
         num_tokens, pauses = 0, []
-        # Behind, it is better that readers get several tokens at once.
+        # Behind, it is better that readers get several tokens at once, later.
         is_behind = int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN
         for i, update in enumerate(updates, 1):
             if i % UPDATES_AT_A_TIME == 0 and not is_behind:
@@ -385,19 +386,26 @@ class EngineClient:
                     pauses.append(pause)
                 elif not generation.timeline.first:
                     self._note_first_token(generation.timeline, update, now)
-            self._update(generation, update)
+            self._update(generation, update, tell=not is_behind)
+            if is_behind:
+                self._untold.add(generation)
         self.observer.stepped(stats, num_tokens, pauses)
+        while self._untold and not is_behind:
+            self._update(self._untold.pop())
 
-    def _update(self, generation: Generation, update: Update) -> None:
+    def _update(self, generation: Generation, update: Update | None = None, *, tell: bool = True) -> None:
+        """None: only the reader is told what is new."""
+        request_id = generation.collector.request.request_id
         try:
-            if generation.add(update):
-                self._send(Stop(update.request_id, update.index))
+            if update is None:
+                generation.tell()
+            elif generation.add(update, tell=tell):
+                self._send(Stop(request_id, update.index))
         except Exception:  # a request's own data fails that request only
             log.exception("the output of a request could not be put together")
             generation.fail(HexError("the output could not be put together; the server's log tells more"))
-            self._send(Abort(update.request_id))
-        if generation.ended:
-            del self._open[update.request_id]
+            self._send(Abort(request_id))
+        if generation.ended and self._open.pop(request_id, None) is not None:
             self._note_end(generation, FinishReason.ERROR)
 
     def _note_first_token(self, timeline: Timeline, update: Update, now: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from hex_llm.engine.outputs import Delta, OutputCollector
 from hex_llm.engine.stats import Timeline
@@ -18,14 +18,14 @@ class Generation:
         self.collector = collector
         self.timeline = timeline or Timeline()
         self.reasons: dict[int, str] = {}  # of the choices that have ended
+        # Called when there is news but not the end, instead of waking a reader who waits for it, which would
+        # take longer than what most do with it: whether `collector.deltas()` were taken.
+        self.take_now: Callable[[], bool] | None = None
         self._error: HexError | None = None
         self._has_news = False
         self._reader: asyncio.Future[None] | None = None  # waits for news
+        self.ended = False
         self._end = asyncio.Event()
-
-    @property
-    def ended(self) -> bool:
-        return self._end.is_set()
 
     def output(self) -> RequestOutput:
         """Everything so far."""
@@ -59,24 +59,33 @@ class Generation:
             raise self._error
         return []
 
-    def add(self, update: Update) -> bool:
-        """As OutputCollector.add."""
+    def add(self, update: Update, *, tell: bool = True) -> bool:
+        """As OutputCollector.add; `tell` the reader at once, or leave that for later unless it is the end."""
         must_stop = self.collector.add(update)
         if must_stop or update.finish_reason is not None:
             self.reasons.setdefault(update.index, update.finish_reason or FinishReason.STOP)
             if self.collector.finished:
-                self._end.set()
-        self._tell()
+                self._set_end()
+        self._has_news = True
+        if tell or self.ended:
+            self.tell()
         return must_stop
 
     def fail(self, error: HexError) -> None:
         if not self.ended:
             self._error = error
-            self._end.set()
-            self._tell()
+            self._set_end()
+            self._has_news = True
+            self.tell()
 
-    def _tell(self) -> None:
-        """As an asyncio.Event for one reader, in a third of its time: this is done for each token."""
-        self._has_news = True
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    def _set_end(self) -> None:
+        self.ended = True
+        self._end.set()
+
+    def tell(self) -> None:
+        """The reader gets what is new. This is done for each token: a third of an asyncio.Event's time."""
+        if self._has_news and self._reader is not None and not self._reader.done():
+            if self.take_now is not None and not self.ended and self.take_now():
+                self._has_news = False
+            else:
+                self._reader.set_result(None)

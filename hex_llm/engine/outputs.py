@@ -84,14 +84,13 @@ class OutputCollector:
         What comes for a choice that has ended is ignored.
         """
         choice = self._choices[update.index]
-        if choice.ended:
+        if choice.finish_reason is not None:
             return False
         if update.num_cached > self.num_cached:
             self.num_cached = update.num_cached
         if update.prompt_logprobs:
             self._prompt_logprobs += update.prompt_logprobs
-        choice.add(update, self.request.params.include_stop_str_in_output)
-        if choice.finish_reason is None:
+        if not choice.add(update, self.request.params.include_stop_str_in_output):
             return False
         self._num_open -= 1
         return update.finish_reason is None
@@ -172,7 +171,7 @@ class OutputCollector:
         return None if self._tokenizer is None else self._tokenizer.shown(token_id)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Choice:
     index: int
     detokenizer: Detokenizer | None
@@ -188,7 +187,8 @@ class _Choice:
     num_pieces_told: int = 0
     end_is_told: bool = False
 
-    def add(self, update: Update, include_stop: bool) -> None:
+    def add(self, update: Update, include_stop: bool) -> bool:
+        """Whether it has ended."""
         text_ids, ended = update.token_ids, update.finish_reason is not None
         self.token_ids += text_ids
         if update.logprobs:
@@ -200,17 +200,15 @@ class _Choice:
             if update.finish_reason is FinishReason.STOP and not include_stop:
                 text_ids = text_ids[:-1]
         if self.detokenizer is None:
-            return
+            return ended
         if text := self.detokenizer.add(text_ids, ended=ended):
             self.pieces.append(text)
         if self.detokenizer.stopped_by is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, self.detokenizer.stopped_by
             del self.token_ids[self.detokenizer.num_tokens :]
             del self.logprobs[self.detokenizer.num_tokens :]
-
-    @property
-    def ended(self) -> bool:
-        return self.finish_reason is not None
+            return True
+        return ended
 
     @property
     def cumulative_logprob(self) -> float:
@@ -228,7 +226,8 @@ class _Choice:
         if start == num_tokens and first == num_pieces and (self.end_is_told or not ended):
             return None
         self.num_told, self.num_pieces_told, self.end_is_told = num_tokens, num_pieces, ended
-        return "".join(self.pieces[first:]), self.token_ids[start:], self.logprobs[start:]
+        text = self.pieces[first] if num_pieces - first == 1 else "".join(self.pieces[first:])
+        return text, self.token_ids[start:], self.logprobs[start:]
 
 
 def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:

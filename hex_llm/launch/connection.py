@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hex_llm.server.stream import SEND_PIECE
+from hex_llm.server.stream import OUTLET, Outlet
 
 LINGER_S = 2  # what a client gets to send the rest of a body that nobody reads
 # Of the system for each connection: what it holds for a client that does not read is not seen here.
@@ -63,8 +64,8 @@ def connection(receive_s: float, send_s: float) -> type[asyncio.Protocol]:
         # ---- what goes
 
         async def run_app(self, scope: Any, receive: Any, send: Any) -> None:
-            """Gives the app a way to send the pieces of streams (SEND_PIECE), without the middleware, which
-            has nothing to do with them, and without h11, which takes its time with each."""
+            """Gives the app an Outlet for the pieces of streams, past the middleware, which has nothing to do
+            with them, and past h11, which takes its time with each."""
             cycle, chunked = self.cycle, False  # the next cycle begins when this one has ended
 
             async def send_and_see(message: Any) -> None:
@@ -76,12 +77,17 @@ def connection(receive_s: float, send_s: float) -> type[asyncio.Protocol]:
             async def send_piece(piece: bytes) -> None:
                 if self.flow.write_paused and not cycle.disconnected:
                     await self.flow.drain()
-                if not chunked:
+                if not send_now(lambda: piece):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-                elif piece and not cycle.disconnected:  # an empty chunk would end the reply
-                    self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
-            scope[SEND_PIECE] = send_piece
+            def send_now(make: Callable[[], bytes]) -> bool:
+                if not chunked or cycle.disconnected or self.flow.write_paused:
+                    return False
+                if piece := make():  # an empty chunk would end the reply
+                    self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                return True
+
+            scope[OUTLET] = Outlet(send_piece, send_now)
             await self.whole_app(scope, receive, send_and_see)
 
         def pause_writing(self) -> None:

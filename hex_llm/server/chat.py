@@ -21,7 +21,7 @@ from hex_llm.server.backend import Backend, answer
 from hex_llm.server.body import shown
 from hex_llm.server.replies import Fields, chunks, end_of, given, head_of, whole
 from hex_llm.server.schemas import ChatRequest
-from hex_llm.server.stream import Job, News, Pieces
+from hex_llm.server.stream import Job, News, Told
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, reasoning_parser
 from hex_llm.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ async def chat(backend: Backend, request: ChatRequest, config: ServerConfig = DE
 
 async def stream_chat(
     backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS, *, usage_at_end: bool = False
-) -> Pieces:
+) -> Told:
     """`usage_at_end`: also without `include_usage` the last chunk tells it, as Google's clients expect."""
     talk = await prepare(backend, request, config)
     head = head_of(backend, request, "chatcmpl", "chat.completion.chunk")

@@ -20,7 +20,7 @@ from hex_llm.server.backend import Backend, answer, together, unless_gone
 from hex_llm.server.chat import DEFAULTS, chat, check_parsers, stream_chat
 from hex_llm.server.replies import Fields, chunks, end_of, head_of, whole
 from hex_llm.server.schemas import ChatRequest, CompletionRequest
-from hex_llm.server.stream import Job, News, Pieces, streamed
+from hex_llm.server.stream import Job, News, Told, streamed
 from hex_llm.types import CompletionOutput, Logprobs, RequestOutput
 
 KIND = ("cmpl", "text_completion")
@@ -34,7 +34,7 @@ async def complete(backend: Backend, request: CompletionRequest) -> Fields:
     return whole(head_of(backend, request, *KIND), outputs, choices)
 
 
-async def stream_completion(backend: Backend, request: CompletionRequest) -> Pieces:
+async def stream_completion(backend: Backend, request: CompletionRequest) -> Told:
     params = request.params()
     prompts = await _prompts(backend, request)
     jobs = [Job(prompt, params, request.priority, request.cache_salt) for prompt in prompts]

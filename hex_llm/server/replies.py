@@ -14,7 +14,7 @@ from hex_llm.engine.generation import Generation
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.backend import Backend
 from hex_llm.server.schemas import OpenAIRequest, StreamOptions
-from hex_llm.server.stream import DONE, Job, News, Pieces, encode, event, refuse_best_of, told
+from hex_llm.server.stream import DONE, Job, News, Told, encode, event, refuse_best_of
 from hex_llm.types import CompletionOutput, RequestOutput
 
 Fields = dict[str, Any]
@@ -115,7 +115,7 @@ def chunks(
     *,
     opening: Callable[[Generation], Fields] | None = None,
     usage_at_end: bool = False,
-) -> Pieces:
+) -> Told:
     """A reply in chunks, then DONE; `opening` are further fields of the first one.
 
     `usage_at_end`: the chunk that ends the last choice tells the usage, unless a chunk of its own will.
@@ -139,4 +139,4 @@ def chunks(
             more = b""
         return found if frame.num_open else found + frame.end()
 
-    return told(backend, jobs, say)
+    return Told(backend, jobs, say)

@@ -29,11 +29,20 @@ log = logging.getLogger(__name__)
 
 encode = msgspec.json.Encoder().encode
 Pieces = AsyncGenerator[bytes, None]
+# Sends what the function makes, if that can be done without waiting; otherwise the function is not called.
+SendNow = Callable[[Callable[[], bytes]], bool]
 EVENTS = "text/event-stream"
-SEND_PIECE = "hex_llm.send_piece"  # of a scope: how its connection sends pieces, if it has a way of its own
+OUTLET = "hex_llm.outlet"  # of a scope: its connection's own Outlet, if it has one
 DONE = b"data: [DONE]\n\n"
 # Proxies must pass on each piece as it comes; the second is for nginx.
 HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
+
+
+class Outlet(NamedTuple):
+    """Where the pieces of a reply go, once its head is sent."""
+
+    send: Callable[[bytes], Awaitable[None]]
+    send_now: SendNow | None
 
 
 def event(data: Any) -> bytes:
@@ -63,29 +72,58 @@ class News(NamedTuple):
     delta: Delta
 
 
-async def told(backend: Backend, jobs: Sequence[Job], say: Callable[[News], bytes]) -> Pieces:
-    """What `say` makes of the news in the answers to all jobs, as it comes; of one choice in its order.
+class Told:
+    """Pieces: what `say` makes of the news in the answers to all jobs as it comes; of a choice in its order.
 
     Closing it aborts what is still running. Raises the error of the first choice that fails. Jobs must have
     passed `refuse_best_of`.
     """
-    async with AsyncExitStack() as stack:
-        generations = []
-        for prompt, params, priority, cache_salt in jobs:
-            generating = backend.generate(prompt, params, priority=priority, cache_salt=cache_salt)
-            generations.append(await stack.enter_async_context(generating))
-        if len(generations) == 1:  # by far the most, and each layer costs time for each token
-            while deltas := await generations[0].take():
-                for delta in deltas:
-                    raise_failure(delta)
-                    if piece := say(News(0, generations[0], delta)):
+
+    def __init__(self, backend: Backend, jobs: Sequence[Job], say: Callable[[News], bytes]) -> None:
+        self._say = say
+        self._send_now: SendNow | None = None
+        self._pieces = self._made(backend, jobs)
+
+    def __aiter__(self) -> Pieces:
+        return self._pieces
+
+    async def __anext__(self) -> bytes:
+        return await anext(self._pieces)
+
+    async def aclose(self) -> None:
+        await self._pieces.aclose()
+
+    def shortcut(self, send_now: SendNow) -> None:
+        """For who iterates and does nothing but send: pieces may be sent past him while he waits for them."""
+        self._send_now = send_now
+
+    async def _made(self, backend: Backend, jobs: Sequence[Job]) -> Pieces:
+        async with AsyncExitStack() as stack:
+            generations = []
+            for prompt, params, priority, cache_salt in jobs:
+                generating = backend.generate(prompt, params, priority=priority, cache_salt=cache_salt)
+                generations.append(await stack.enter_async_context(generating))
+            news = self._of_one if len(generations) == 1 else _merged
+            async with aclosing(news(generations)) as found:
+                async for one in found:
+                    raise_failure(one.delta)
+                    if piece := self._say(one):
                         yield piece
-            return
-        async with aclosing(_merged(generations)) as found:
-            async for number, delta in found:
-                raise_failure(delta)
-                if piece := say(News(number, generations[number], delta)):
-                    yield piece
+
+    async def _of_one(self, generations: Sequence[Generation]) -> AsyncGenerator[News, None]:
+        [generation] = generations
+        if generation.collector.request.params.num_choices == 1:  # so none fails before the end
+            generation.take_now = partial(self._take_now, partial(self._said, generation))
+        async for delta in generation:
+            yield News(0, generation, delta)
+
+    def _take_now(self, make: Callable[[], bytes]) -> bool:
+        """Done for each token of most streams: no task wakes up."""
+        return self._send_now is not None and self._send_now(make)
+
+    def _said(self, generation: Generation) -> bytes:
+        deltas = generation.collector.deltas()
+        return self._say(News(0, generation, deltas[0])) if deltas else b""  # of its one choice
 
 
 def refuse_best_of(params: SamplingParams) -> None:
@@ -96,14 +134,14 @@ def refuse_best_of(params: SamplingParams) -> None:
         )
 
 
-async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta], None]:
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[News, None]:
     # Small: what is not read soon is put together where it comes from.
-    queue: asyncio.Queue[tuple[int, Delta] | HexError | None] = asyncio.Queue(len(generations))
+    queue: asyncio.Queue[News | HexError | None] = asyncio.Queue(len(generations))
 
     async def pump(number: int, generation: Generation) -> None:
         try:
             async for delta in generation:
-                await queue.put((number, delta))
+                await queue.put(News(number, generation, delta))
             await queue.put(None)
         except HexError as error:
             await queue.put(error)
@@ -129,7 +167,7 @@ async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int
 
 async def streamed(
     request: Request,
-    pieces: Pieces,
+    pieces: Pieces | Told,
     *,
     broken: Callable[[Exception], bytes] = openai_end,
     media_type: str = EVENTS,
@@ -159,7 +197,7 @@ class _Streamed(Response):
     def __init__(
         self,
         first: bytes,
-        pieces: Pieces,
+        pieces: Pieces | Told,
         broken: Callable[[Exception], bytes],
         gone: asyncio.Future[None],
         media_type: str,
@@ -172,7 +210,8 @@ class _Streamed(Response):
         self.gone = gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send, scope.get(SEND_PIECE) or partial(_send_piece, send)))
+        outlet = scope.get(OUTLET) or Outlet(partial(_send_piece, send), None)
+        sending = asyncio.ensure_future(self._send(send, *outlet))
         try:
             await asyncio.wait((sending, self.gone), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -181,11 +220,15 @@ class _Streamed(Response):
             sending.cancel()
             self.gone.cancel()
 
-    async def _send(self, send: Send, send_piece: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _send(
+        self, send: Send, send_piece: Callable[[bytes], Awaitable[None]], send_now: SendNow | None
+    ) -> None:
         async with aclosing(self.pieces):
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
             await send_piece(self.first)
+            if isinstance(self.pieces, Told) and send_now is not None:
+                self.pieces.shortcut(send_now)
             try:
                 async for piece in self.pieces:
                     await send_piece(piece)

@@ -24,7 +24,7 @@ from hex_llm.server.body import Kind, not_built, parse, shown
 from hex_llm.server.chat import chat, stream_chat
 from hex_llm.server.problems import problem_of
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest
-from hex_llm.server.stream import Job, News, Pieces, encode, refuse_best_of, streamed, told
+from hex_llm.server.stream import Job, News, Told, encode, refuse_best_of, streamed
 from hex_llm.types import CompletionOutput, RequestOutput
 
 MARK = "@requestFormat"  # its one value makes an instance a chat completion
@@ -215,7 +215,7 @@ def wants_stream(instances: Sequence[dict[str, Any]]) -> bool:
     return bool(wanted[0])
 
 
-def pieces(backend: Backend, request: GenerateRequest) -> Pieces:
+def pieces(backend: Backend, request: GenerateRequest) -> Told:
     """JSON objects, each with a zero byte behind it, that tell what is new in every choice."""
     params = request.params()
     refuse_best_of(params)
@@ -235,7 +235,7 @@ def pieces(backend: Backend, request: GenerateRequest) -> Pieces:
             piece["cumulative_logprobs"] = [known if math.isfinite(known) else None for known in sums]
         return encode(piece) + b"\0"
 
-    return told(backend, [Job(request.prompt, params, request.priority, request.cache_salt)], say)
+    return Told(backend, [Job(request.prompt, params, request.priority, request.cache_salt)], say)
 
 
 def _at(index: int, value: Any, elsewhere: Any, num: int) -> list[Any]:

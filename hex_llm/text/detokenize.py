@@ -39,6 +39,8 @@ class Detokenizer:
         self._prefix = "" if any(self._bytes(i) for i in prompt_ids) else self._codec.prefix
         self._held = ""  # text that may be the beginning of a stop string
         self._ended = False
+        self._texts = tokenizer.plain_texts if params.skip_special_tokens else tokenizer.texts
+        self._is_plain = False  # nothing before the next token changes what it adds
 
     def add(self, token_ids: Sequence[int], *, ended: bool = False) -> str:
         """The new text that is now certain; `ended`: no more tokens will come, everything is released."""
@@ -46,7 +48,11 @@ class Detokenizer:
         self._ended = ended
         if not self._stops:
             self.num_tokens += len(token_ids)
-            return self._unprefixed(self._utf8.decode(b"".join(map(self._bytes, token_ids)), ended))
+            if self._is_plain and len(token_ids) == 1 and (text := self._texts[token_ids[0]]) is not None:
+                return text
+            text = self._unprefixed(self._utf8.decode(b"".join(map(self._bytes, token_ids)), ended))
+            self._is_plain = not self._prefix and not self._utf8.getstate()[0]
+            return text
         pieces = []
         for token_id in token_ids:
             if self.stopped_by is None:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,21 @@ class Codec(Protocol):
         """What the token adds to a text that has begun: bytes, for it may hold a part of a character."""
 
 
+class TokenTexts(dict[int, str | None]):
+    """What tokens add to a text that has begun; None: their bytes are not whole characters. Made once each."""
+
+    def __init__(self, codec: Codec, skip_special_tokens: bool) -> None:
+        self._codec, self._skip = codec, skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._codec.token_bytes(token_id, self._skip).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     codec: Codec
@@ -58,6 +74,16 @@ class Tokenizer:
     def shown(self, token_id: int) -> str:
         """One token for people's eyes, special or not, with U+FFFD for a part of a character."""
         return self.codec.token_bytes(token_id, False).decode("utf-8", "replace")
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """With special tokens as text."""
+        return TokenTexts(self.codec, False)
+
+    @cached_property
+    def plain_texts(self) -> TokenTexts:
+        """Without special tokens."""
+        return TokenTexts(self.codec, True)
 
     @property
     def bos_id(self) -> int | None:

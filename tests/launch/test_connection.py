@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -20,9 +21,9 @@ from hex_llm.launch.connection import connection
 from hex_llm.launch.local import bind
 from hex_llm.server.app import create_app
 from hex_llm.server.gate import MAX_HEAD
-from hex_llm.types import Update
+from hex_llm.types import FinishReason, Update
 from tests.server.asking import COMPLETIONS
-from tests.server.fakes import FIRST_BYTE, FakeBackend, byte_tokenizer
+from tests.server.fakes import EOS, FIRST_BYTE, FakeBackend, byte_tokenizer
 
 HEAD = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" % COMPLETIONS.encode()
 LATE_S = 4  # after which a limit of one second has surely passed
@@ -175,6 +176,39 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
             time.sleep(0.05)
         held = len(read_all(client))
         assert held < 8 << 20  # what the client's own system took in, and ours
+
+
+class Counting(FakeBackend):
+    """Counts, far ahead of who reads it slowly; then it ends."""
+
+    text = " ".join(map(str, range(20_000)))
+
+    async def _feed(self, generation: Any) -> None:
+        request_id = generation.collector.request.request_id
+        for i, char in enumerate(self.text):
+            generation.add(Update(request_id, 0, [FIRST_BYTE + ord(char)]))
+            if i % 100 == 0:
+                await asyncio.sleep(0)
+        generation.add(Update(request_id, 0, [EOS], finish_reason=FinishReason.STOP))
+
+
+def test_a_slow_reader_of_a_stream_gets_all_of_it_in_order() -> None:
+    """What is sent at once and what waits for him must not pass each other."""
+    body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 4000}).encode()
+    with serving(around(Counting(byte_tokenizer()))) as port, connected(port) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        head = HEAD.replace(b"host:", b"connection: close\r\nhost:")
+        client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        reply = b""
+        while part := client.recv(1 << 16):
+            reply += part
+            time.sleep(0.002)
+    events = [json.loads(data) for data in re.findall(rb"data: (\{.*?\})\n\n", reply)]
+    texts = [event["choices"][0]["text"] for event in events]
+    assert "".join(texts) == Counting.text
+    lengths = [len(text) for text in texts]
+    assert lengths.count(1) > 100  # sent at once
+    assert max(lengths) > 100  # waited for him
 
 
 def test_a_slow_reader_of_a_large_reply_gets_it_all() -> None:
