@@ -8,7 +8,6 @@ having read the token; the engine gives all streams a token at once, so it count
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import pstats
 import statistics
@@ -43,11 +42,11 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         address,
         process,
     ):
-        asyncio.run(read_all(address, make_streams(args.streams, 20)))  # warms up
+        read_all(address, make_streams(args.streams, 20))  # warms up
         server = psutil.Process(process.pid)
         with idle_connections(address, num_idle):
             before, started = server.cpu_times(), time.monotonic()
-            asyncio.run(read_all(address, streams))
+            read_all(address, streams)
             wall = time.monotonic() - started
             after = server.cpu_times()
             used, system = sum(after[:2]) - sum(before[:2]), after.system - before.system

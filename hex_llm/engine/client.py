@@ -386,26 +386,32 @@ class EngineClient:
                     pauses.append(pause)
                 elif not generation.timeline.first:
                     self._note_first_token(generation.timeline, update, now)
-            self._update(generation, update, tell=not is_behind)
-            if is_behind:
+            try:
+                if generation.add(update, tell=not is_behind):
+                    self._send(Stop(update.request_id, update.index))
+            except Exception as error:
+                self._spoil(generation, error)
+            if generation.ended:
+                self._close(generation)
+            elif is_behind:
                 self._untold.add(generation)
         self.observer.stepped(stats, num_tokens, pauses)
         while self._untold and not is_behind:
-            self._update(self._untold.pop())
-
-    def _update(self, generation: Generation, update: Update | None = None, *, tell: bool = True) -> None:
-        """None: only the reader is told what is new."""
-        request_id = generation.collector.request.request_id
-        try:
-            if update is None:
+            generation = self._untold.pop()
+            try:
                 generation.tell()
-            elif generation.add(update, tell=tell):
-                self._send(Stop(request_id, update.index))
-        except Exception:  # a request's own data fails that request only
-            log.exception("the output of a request could not be put together")
-            generation.fail(HexError("the output could not be put together; the server's log tells more"))
-            self._send(Abort(request_id))
-        if generation.ended and self._open.pop(request_id, None) is not None:
+            except Exception as error:
+                self._spoil(generation, error)
+                self._close(generation)
+
+    def _spoil(self, generation: Generation, error: Exception) -> None:
+        """A request's own data fails that request only."""
+        log.error("the output of a request could not be put together", exc_info=error)
+        generation.fail(HexError("the output could not be put together; the server's log tells more"))
+        self._send(Abort(generation.collector.request.request_id))
+
+    def _close(self, generation: Generation) -> None:
+        if self._open.pop(generation.collector.request.request_id, None) is not None:
             self._note_end(generation, FinishReason.ERROR)
 
     def _note_first_token(self, timeline: Timeline, update: Update, now: float) -> None:

@@ -7,7 +7,7 @@ neither how updates arrive nor who reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -100,14 +100,8 @@ class OutputCollector:
 
         An echo's text comes first. All choices are told, also where only the likeliest are wanted.
         """
-        found = []
-        for choice in self._choices:
-            if news := choice.take_news():
-                text, token_ids, raw = news
-                logprobs = self._logprobs(token_ids, raw)
-                end = choice.finish_reason, choice.stop_reason, choice.error, choice.error_param
-                found.append(Delta(choice.index, text, token_ids, logprobs, *end))
-        return found
+        named = None if self.request.params.logprobs is None else self._named
+        return [delta for choice in self._choices if (delta := choice.take_news(named)) is not None]
 
     def output(self) -> RequestOutput:
         """Everything so far. Where more choices were made than are wanted, the likeliest per token."""
@@ -219,15 +213,20 @@ class _Choice:
         failed = self.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
         return -math.inf if failed or not self.logprobs else self.cumulative_logprob / len(self.logprobs)
 
-    def take_news(self) -> tuple[str, list[int], list[TokenLogprobs]] | None:
-        """What is new since the last call, if anything is."""
+    def take_news(
+        self, named: Callable[[list[int], list[TokenLogprobs]], list[Logprobs]] | None
+    ) -> Delta | None:
+        """What is new since the last call, if anything is; `named` makes the log-probabilities, if wanted."""
         start, first, ended = self.num_told, self.num_pieces_told, self.finish_reason is not None
         num_tokens, num_pieces = len(self.token_ids), len(self.pieces)
         if start == num_tokens and first == num_pieces and (self.end_is_told or not ended):
             return None
         self.num_told, self.num_pieces_told, self.end_is_told = num_tokens, num_pieces, ended
         text = self.pieces[first] if num_pieces - first == 1 else "".join(self.pieces[first:])
-        return text, self.token_ids[start:], self.logprobs[start:]
+        ids = self.token_ids[start:]
+        logprobs = None if named is None else named(ids, self.logprobs[start:])
+        end = self.finish_reason, self.stop_reason, self.error, self.error_param
+        return Delta(self.index, text, ids, logprobs, *end)
 
 
 def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:

@@ -66,7 +66,7 @@ class Job(NamedTuple):
     cache_salt: str = ""
 
 
-class News(NamedTuple):
+class News(msgspec.Struct):
     job: int  # its number
     generation: Generation
     delta: Delta
@@ -81,7 +81,9 @@ class Told:
 
     def __init__(self, backend: Backend, jobs: Sequence[Job], say: Callable[[News], bytes]) -> None:
         self._say = say
-        self._send_now: SendNow | None = None
+        self._generation: Generation | None = (
+            None  # the only one, of one choice; so none fails before the end
+        )
         self._pieces = self._made(backend, jobs)
 
     def __aiter__(self) -> Pieces:
@@ -94,8 +96,11 @@ class Told:
         await self._pieces.aclose()
 
     def shortcut(self, send_now: SendNow) -> None:
-        """For who iterates and does nothing but send: pieces may be sent past him while he waits for them."""
-        self._send_now = send_now
+        """For who iterates and does nothing but send: pieces may be sent past him while he waits for them.
+
+        This is done for each token of most streams: no task wakes up."""
+        if self._generation is not None:
+            self._generation.take_now = partial(send_now, partial(self._said, self._generation))
 
     async def _made(self, backend: Backend, jobs: Sequence[Job]) -> Pieces:
         async with AsyncExitStack() as stack:
@@ -112,14 +117,10 @@ class Told:
 
     async def _of_one(self, generations: Sequence[Generation]) -> AsyncGenerator[News, None]:
         [generation] = generations
-        if generation.collector.request.params.num_choices == 1:  # so none fails before the end
-            generation.take_now = partial(self._take_now, partial(self._said, generation))
+        if generation.collector.request.params.num_choices == 1:
+            self._generation = generation
         async for delta in generation:
             yield News(0, generation, delta)
-
-    def _take_now(self, make: Callable[[], bytes]) -> bool:
-        """Done for each token of most streams: no task wakes up."""
-        return self._send_now is not None and self._send_now(make)
 
     def _said(self, generation: Generation) -> bytes:
         deltas = generation.collector.deltas()

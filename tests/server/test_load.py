@@ -5,7 +5,6 @@ What is measured here is that nothing is lost. How fast the server is, `python -
 
 from __future__ import annotations
 
-import asyncio
 import time
 import warnings
 from pathlib import Path
@@ -31,7 +30,7 @@ def test_no_token_of_many_streams_is_lost_or_moved(tmp_path: Path, num_streams: 
         _,
     ):
         started = time.monotonic()
-        asyncio.run(read_all(address, streams))
+        read_all(address, streams)
         took_s = time.monotonic() - started
     for stream in streams:
         stream.check()
@@ -46,9 +45,9 @@ def test_idle_connections_do_not_disturb_a_stream(tmp_path: Path, num_idle: int)
         num_idle = able - SPARE_FILES
     (before, during) = make_streams(2, 300)
     with loaded_server(tmp_path / "journal", tokens_per_s=500, num_streams=1) as (address, _):
-        asyncio.run(read_all(address, [before]))
+        read_all(address, [before])
         with idle_connections(address, num_idle) as idle:
-            asyncio.run(read_all(address, [during]))
+            read_all(address, [during])
             for one in idle:  # none was thrown out meanwhile
                 one.setblocking(False)
                 with pytest.raises(BlockingIOError):
