@@ -289,6 +289,12 @@ class EngineConfig:
         "There is no other mode; taken for first-generation commands.",
         choices=("continuous",),
     )
+    profile: str | None = flag(
+        None,
+        ENGINE,
+        "A folder for a trace of the first 100 steps, to be opened in ui.perfetto.dev or XProf.",
+        unset="no trace",
+    )
 
     hbm_utilization_factor: float = flag(
         0.9,

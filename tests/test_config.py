@@ -66,6 +66,7 @@ ENGINE_DEFAULTS = {
     "recompile": "warn",
     "max_concurrent_requests": None,
     "batch_mode": "continuous",
+    "profile": None,
     "hbm_utilization_factor": 0.9,
     "num_blocks": None,
     "block_size": 32,

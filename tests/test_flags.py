@@ -78,6 +78,7 @@ BUILT: dict[str, Any] = {
     "async_scheduling": False,
     "recompile": "error",
     "max_concurrent_requests": 128,
+    "profile": "traces",
 }
 # The same for every flag that is not, with the feature that the refusal names.
 PENDING = {

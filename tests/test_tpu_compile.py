@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from hex_llm.engine import programs
-from hex_llm.kernels import reference
+from hex_llm.engine.slots import SlotLayout
+from hex_llm.kernels import experts, reference
 from hex_llm.models.families import model_spec
 from hex_llm.parallel.shardings import make_mesh
 from tools import tpu_compile
@@ -25,7 +27,9 @@ TINY = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
+    "head_dim": 128,
 }
+ROW = Row("tiny", "decode", weights=1e9, pages=1e9, hbm=2e9, clock=1e9, floor_s=1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -40,16 +44,26 @@ def test_a_layer_of_every_model_lowers_with_the_kernel(name: str) -> None:
     assert "not known" in tpu_compile.line(job)
 
 
+def test_parts_lower_with_the_kernel() -> None:
+    options = Namespace(layouts="default", dump=None)
+    jobs = tpu_compile.jobs_of_parts(options, can_compile=False)
+    for job in (jobs[1], jobs[-1]):  # heads that lie apart, and a product of integers
+        job.run(can_compile=False)
+    assert not any(job.fault for job in jobs)
+    assert [job.row.exchanges.split()[2] for job in (jobs[1], jobs[-1])] == ["2", "0"], "calls of the kernel"
+
+
 @pytest.mark.parametrize("layouts", ["default", "auto"])
 def test_what_is_read_from_a_compiled_step(layouts: str, tmp_path: Path) -> None:
     spec = model_spec(TINY, max_model_len=64).split_over(4)
     mesh = make_mesh(4, jax.devices("cpu"))
     # The mesh that attention is divided over says which chip it is; devices are given by the arguments alone.
-    attend = programs.split_by_head(
-        reference.paged_attention, tpu_compile.abstract_mesh(MODELS["llama-3.1-8b"])
-    )
-    program = tpu_compile.described(spec, mesh, SMALL, attend)["decode"]
-    job = Job("tiny-decode", program, Row("tiny", "decode", 1e9, 1e9, 2e9, 1e-3, 0.0), layouts, tmp_path)
+    seen: Any = tpu_compile.abstract_mesh(MODELS["llama-3.1-8b"])
+    attend = programs.split_by_head(reference.paged_attention, seen)
+    layout = SlotLayout(SMALL.batch + 1, SMALL.max_len, spec.vocab_size)
+    setting = programs.Setting(spec, mesh, layout, attend, programs.split_by_width(experts.dense, seen))
+    program = tpu_compile.described(setting, SMALL)["decode"]
+    job = Job("tiny-decode", program, ROW, layouts, tmp_path)
     job.run(can_compile=True)
     assert not job.fault
     assert "7 all-reduce (2.33 a layer)" in job.row.exchanges, "two a layer, and the embedding's"
@@ -68,24 +82,27 @@ def test_a_program_that_takes_too_long_is_left_behind(capsys: pytest.CaptureFixt
         def run(self, can_compile: bool) -> None:
             self.started, self.is_done = 1e12, True
 
-    row = Row("tiny", "decode", 1e9, 1e9, 2e9, 1e-3, 0.0)
-    jobs = [kind(kind.__name__, None, row, "default", None) for kind in (Slow, Quick)]  # type: ignore[arg-type]
-    tpu_compile.run_all(jobs, can_compile=False, num_threads=1, limit_s=1.0)
+    jobs = [kind(kind.__name__, None, ROW, "default", None) for kind in (Slow, Quick)]  # type: ignore[arg-type]
+    saved: list[str] = []
+    save = lambda: saved.append(jobs[0].fault)  # noqa: E731
+    tpu_compile.run_all(jobs, can_compile=False, num_threads=1, limit_s=1.0, save=save)
+    assert saved == [jobs[0].fault] * 2
     assert jobs[0].fault == "no result after 1 s"
     assert not jobs[1].fault
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 HLO = """
-%fused_computation { ROOT %copy.9 = bf16[64,32]{1,0} copy(%p) }
+%fused_computation { ROOT %copy.9 = bf16[64,32]{1,0} copy(%p), backend_config={"estimated_cycles":"5"} }
 
 ENTRY %main (a: bf16[64,32]) -> bf16[64,32] {
   %a = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(0)
-  %copy.1 = bf16[2,32,32]{2,1,0:T(8,128)(2,1)} copy(%a)
+  %copy.1 = bf16[2,32,32]{2,1,0:T(8,128)(2,1)} copy(%a), backend_config={"estimated_cycles":"30"}
   %copy.2 = bf16[64,32]{1,0:T(8,128)(2,1)S(1)} copy(%a)
   %bitcast_copy_fusion.3 = bf16[2048]{0:T(1024)} fusion(%a), kind=kLoop, calls=%fused_computation
   %all-gather-start.1 = (bf16[4,32]{1,0}, bf16[16,32]{1,0}) all-gather-start(%x), dimensions={0}
   %all-reduce.4 = (f32[8]{0}, f32[8]{0}) all-reduce(%y, %z), to_apply=%add
+  %fusion.5 = f32[8]{0} fusion(%y), backend_config={"window_config":{"estimated_cycles":"12"}}
   %all-gather-done.1 = bf16[16,32]{1,0} all-gather-done(%all-gather-start.1)
 }
 """
@@ -94,5 +111,6 @@ ENTRY %main (a: bf16[64,32]) -> bf16[64,32] {
 def test_reading_a_compiled_program() -> None:
     assert tpu_compile.collectives(HLO) == {"all-gather": 1, "all-reduce": 1}
     assert tpu_compile.largest_gathered(HLO) == 512
+    assert tpu_compile.estimated_cycles(HLO) == 42
     found = tpu_compile.materialised(HLO, {2048})
     assert found == {"copy bf16[2,32,32]": 1, "bitcast_copy_fusion bf16[2048]": 1}

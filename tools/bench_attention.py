@@ -3,7 +3,8 @@
 Of a decode the bytes counted are the keys and values of the contexts, of a prefill the operations of what is
 seen. Calls are unrolled in one program, as layers are, over tables that point to different places, so that
 the cache does not help. Writing K and V is included, and also timed on its own.
-With --sweep every tiling of a list is timed, else the one that the kernels choose.
+Prefills are timed twice: by our kernel alone, and begun by cuDNN. With --sweep every tiling of a list is
+timed, else the one that the kernels choose.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hex_llm.kernels import gpu, reference
+from hex_llm.kernels import gpu, gpu_cudnn, reference
 from hex_llm.kernels.attention import Batch, Mask
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 TOKEN_BYTES = KV_HEADS * 2 * HEAD_DIM * 2
 CALLS, REPEATS = 64, 5
 MIN_BYTES = 2**30  # of the pages that calls go round in: twenty times the cache
-NO_OPTIONS = gpu.Options(Mask(), HEAD_DIM**-0.5, None)
 
 
 class Case(NamedTuple):
@@ -37,10 +38,15 @@ class Case(NamedTuple):
     block_size: int = 16
     width: int = 0  # tokens that tables have room for; 0: the longest's
     prefill: bool = False
+    window: int | None = None
 
     @property
     def num_bytes(self) -> int:
         return TOKEN_BYTES * sum(cached + new for cached, new in self.rows)
+
+    @property
+    def options(self) -> gpu.Options:
+        return gpu.Options(Mask(self.window), HEAD_DIM**-0.5, None)
 
     @property
     def calls(self) -> int:
@@ -54,7 +60,8 @@ class Case(NamedTuple):
 
     @property
     def operations(self) -> int:
-        seen = sum(new * cached + new * (new + 1) // 2 for cached, new in self.rows)
+        most = self.window or 2**30
+        seen = sum(int(np.arange(c + 1, c + n + 1).clip(max=most).sum()) for c, n in self.rows)
         return 4 * HEAD_DIM * KV_HEADS * GROUP * seen
 
 
@@ -99,10 +106,13 @@ PREFILLS = [prefills((0, 8192)), prefills((0, 2048)), prefills((8160, 32))]
 MORE_PREFILLS = [
     prefills((6144, 2048)),
     prefills(*((0, 1024),) * 8),
+    prefills(*((0, 1800),) * 4),
+    prefills(*((0, 256),) * 32),
     prefills((0, 700), (0, 3000), (1000, 300), (0, 96)),
+    prefills((0, 1024)),
     prefills((0, 512)),
     prefills((7936, 256)),
-    prefills((0, 8192), block_size=64),
+    prefills((0, 8192), window=1024),
 ]
 
 
@@ -150,29 +160,43 @@ def seconds(run: Callable[[], Any]) -> float:
     return statistics.median(found)
 
 
+class Way(NamedTuple):
+    tiling: gpu.Tiling | None = None  # None: the one that is chosen
+    cudnn: bool = False  # begins
+
+    def __str__(self) -> str:
+        about = "cuDNN, ours  " if self.cudnn else ""
+        if self.tiling is not None:
+            shape = "rows {:3} keys {:3} splits {:2} min {:4} warps {} stages {}  "
+            about += shape.format(*vars(self.tiling).values())
+        return about
+
+
 def attend(
-    case: Case, tiling: gpu.Tiling | None, q: jax.Array, kv: jax.Array, pages: jax.Array, batch: Batch
+    case: Case, way: Way, q: jax.Array, kv: jax.Array, pages: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """gpu.paged_attention with a given tiling."""
+    """gpu.paged_attention in a given way."""
     pages, tickets = gpu.write_kv(kv, kv, pages, batch.slots)
-    if case.prefill:
-        tiling = tiling or gpu.prefill_tiling(q, pages, batch.prefill_tables)
-        rows = q, batch.positions, batch.sequences
-        return gpu.prefill(*rows, pages, batch.prefill_tables, tickets, NO_OPTIONS, tiling), pages
-    tiling = tiling or gpu.decode_tiling(q, pages, batch.decode_tables)
-    tables = batch.decode_tables
-    return gpu.attend(q, batch.positions, None, pages, tables, tickets, NO_OPTIONS, tiling), pages
+    if not case.prefill:
+        tables = batch.decode_tables
+        tiling = way.tiling or gpu.decode_tiling(q, pages, tables)
+        return gpu.attend(q, batch.positions, None, pages, tables, tickets, case.options, tiling), pages
+    tables, rows = batch.prefill_tables, (batch.positions, batch.sequences)
+    rest = (pages, tables, tickets, case.options, way.tiling or gpu.prefill_tiling(q, pages, tables))
+    if way.cudnn:
+        return gpu.continued_prefill(q, kv, kv, *rows, *rest), pages
+    return gpu.prefill(q, *rows, *rest), pages
 
 
-def timed(case: Case, tilings: list[gpu.Tiling | None]) -> None:
+def timed(case: Case, ways: list[Way]) -> None:
     found, num_blocks = batches(case)
     pages = normal((num_blocks, case.block_size, KV_HEADS, 2, HEAD_DIM), jnp.bfloat16, 0)
     num_rows = len(found[0].positions)
     q = normal((num_rows, KV_HEADS, GROUP, HEAD_DIM), jnp.bfloat16, 1)
     kv = normal((num_rows, KV_HEADS, HEAD_DIM), jnp.bfloat16, 2)
 
-    def compiled(tiling: gpu.Tiling | None) -> Any:
-        one = jax.jit(partial(attend, case, tiling))
+    def compiled(way: Way) -> Any:
+        one = jax.jit(partial(attend, case, way))
 
         def many(q: jax.Array, pages: jax.Array, kv: jax.Array, found: list[Batch]) -> Any:
             for i in range(case.calls):
@@ -185,13 +209,10 @@ def timed(case: Case, tilings: list[gpu.Tiling | None]) -> None:
             return str(error)[:100]
 
     with ThreadPoolExecutor(8) as pool:
-        programs = list(pool.map(compiled, tilings))
-    for tiling, program in zip(tilings, programs, strict=True):
-        about = f"{case.name:32} block {case.block_size:4} width {case.width:6}  "
-        if tiling is not None:
-            about += "rows {:3} keys {:3} splits {:2} min {:4} warps {} stages {}  ".format(
-                *vars(tiling).values()
-            )
+        programs = list(pool.map(compiled, ways))
+    for way, program in zip(ways, programs, strict=True):
+        about = f"{case.name[:40]:40} block {case.block_size:4} width {case.width:6}  "
+        about += f"window {case.window}  {way}" if case.window else str(way)
         if isinstance(program, str):
             print(about + program, flush=True)
             continue
@@ -204,7 +225,7 @@ def timed(case: Case, tilings: list[gpu.Tiling | None]) -> None:
         print(about + case.rate(seconds(run) / case.calls), flush=True)
 
 
-def decode_sweep(case: Case) -> list[gpu.Tiling | None]:
+def decode_sweep(case: Case) -> list[Way]:
     """(keys, warps, stages, splits, min_split) worth trying for so many sequences of KV_HEADS heads."""
     num_seqs = len(case.rows)
     if num_seqs == 1:
@@ -221,64 +242,81 @@ def decode_sweep(case: Case) -> list[gpu.Tiling | None]:
         ]
     else:
         tried = [(128, 4, 2, 16, 2048), (128, 4, 2, 16, 1024), (64, 4, 3, 16, 1024), (64, 4, 3, 16, 2048)]
-    return [gpu.Tiling(16, *shape[:1], *shape[3:], *shape[1:3]) for shape in tried]
+    return [Way(gpu.Tiling(16, *shape[:1], *shape[3:], *shape[1:3])) for shape in tried]
 
 
-def prefill_sweep(case: Case) -> list[gpu.Tiling | None]:
+def prefill_sweep(case: Case) -> list[Way]:
     shapes = [(128, 64, 8, 5), (256, 64, 8, 3), (256, 64, 8, 5), (256, 64, 16, 5), (128, 128, 8, 3)]
-    return [gpu.Tiling(*shape[:2], 1, 512, *shape[2:]) for shape in shapes]
+    tilings = [gpu.Tiling(*shape[:2], 1, 512, *shape[2:]) for shape in shapes]
+    return [Way(tiling, cudnn) for tiling in tilings for cudnn in (False, True)]
+
+
+CHECKED = ((0, 300), (1000, 40), (0, 1), (3000, 3), (500, 700))  # prefills
+CHECKED_DECODES = ((5, 1), (0, 1), (2047, 1), (4095, 1))
+PADDING = 60  # rows of a checked step
+
+
+def checked_batch(prefilled: tuple[tuple[int, int], ...], block_size: int) -> tuple[Batch, int]:
+    """A step with decodes, prefills and padding, and the number of blocks."""
+    found, num_blocks = batches(Case("", prefilled + CHECKED_DECODES, block_size, prefill=True))
+    batch, num_seqs, num_decodes = found[0], len(prefilled), len(CHECKED_DECODES)
+
+    def turned(x: jax.Array) -> jax.Array:
+        return jnp.pad(jnp.roll(x, num_decodes), (0, PADDING))
+
+    tables, rows = batch.prefill_tables, (batch.sequences - num_seqs) % (num_seqs + num_decodes)
+    places = turned(batch.positions), turned(rows), turned(batch.slots)
+    return Batch(*places, tables[num_seqs:], tables[:num_seqs]), num_blocks
+
+
+def checked(prefilled: tuple[tuple[int, int], ...], kind: tuple[Any, ...]) -> str:
+    dtype, group, head_dim, mask, softcap, block_size = kind
+    batch, num_blocks = checked_batch(prefilled, block_size)
+    num_rows = len(batch.positions)
+    q = normal((num_rows, 2, group, head_dim), dtype, 1)
+    k, v = normal((num_rows, 2, head_dim), dtype, 2), normal((num_rows, 2, head_dim), dtype, 3)
+    pages = normal((num_blocks, block_size, 2, 2, head_dim), dtype, 4)
+    options = {"mask": mask, "scale": head_dim**-0.5, "softcap": softcap}
+    got, stored = jax.jit(partial(gpu.paged_attention, **options))(q, k, v, pages, batch)
+    exact = [x.astype(jnp.float32) for x in (q, k, v, pages)]
+    with jax.default_matmul_precision("highest"):
+        wanted, wrote = jax.jit(partial(reference.paged_attention, **options))(*exact, batch)
+    finite = bool(jnp.all(jnp.isfinite(got)))
+    got, wanted = got[:-PADDING].astype(jnp.float32), wanted[:-PADDING]
+    error, most = jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted), jnp.max(jnp.abs(got - wanted))
+    same = bool(jnp.all(stored[1:] == wrote[1:].astype(dtype)))
+    limit = 2e-6 if dtype == jnp.float32 else 6e-3
+    verdict = "ok" if same and finite and error < limit else "WRONG"
+    about = f"check {dtype.__name__} {kind[1:]} {len(prefilled)} prefills"
+    return f"{about}: error {error:.1e}, most {most:.1e}, written {same}, finite {finite} {verdict}"
 
 
 def check() -> None:
-    """Random batches of all kinds beside the reference in float32."""
-    static = ("mask", "scale", "softcap")
-    kinds: Iterator[tuple[Any, ...]] = itertools.chain(
-        ((jnp.bfloat16, g, 128, Mask(), None, 16) for g in (1, 3, 4, 7, 32)),
-        ((jnp.bfloat16, 4, h, Mask(window=700), 20.0, 32) for h in (64, 96, 256)),
-        ((jnp.float32, g, h, Mask(), None, 16) for g, h in ((4, 128), (7, 64), (2, 96), (4, 256))),
-        ((d, 4, 128, Mask(chunk=512), None, 2048) for d in (jnp.bfloat16, jnp.float32)),
-    )
+    """Random batches of all kinds beside the reference in float32: by our kernel, then begun by cuDNN."""
+    plain = [(jnp.bfloat16, g, 128, Mask(), None, 16) for g in (1, 3, 4, 7, 32)]
+    ours: list[tuple[Any, ...]] = [
+        *plain,
+        *((jnp.bfloat16, 4, h, Mask(window=700), 20.0, 32) for h in (64, 96, 256)),
+        *((jnp.float32, g, h, Mask(), None, 16) for g, h in ((4, 128), (7, 64), (2, 96), (4, 256))),
+        *((d, 4, 128, Mask(chunk=512), None, 2048) for d in (jnp.bfloat16, jnp.float32)),
+    ]
+    windows = [(jnp.bfloat16, 4, h, Mask(window=300), None, 32) for h in (64, 96, 128, 256)]
 
-    def one(kind: tuple[Any, ...]) -> str:
-        dtype, group, head_dim, mask, softcap, block_size = kind
-        rows = ((0, 300), (1000, 40), (0, 1), (3000, 3), (500, 700), (5, 1), (0, 1), (2047, 1), (4095, 1))
-        case = Case("", rows, block_size, prefill=True)
-        [batch], num_blocks = batches(case)[0][:1], batches(case)[1]
-        turned = jnp.concatenate(
-            [jnp.arange(len(batch.positions))[-4:], jnp.arange(len(batch.positions))[:-4]]
-        )
-        tables, first = batch.prefill_tables, len(rows) - 4
-        sequences = (batch.sequences[turned] - first) % len(rows)
-        batch = Batch(batch.positions[turned], sequences, batch.slots[turned], tables[first:], tables[:first])
-        num_rows = len(batch.positions)
-        q = normal((num_rows, 2, group, head_dim), dtype, 1)
-        k, v = normal((num_rows, 2, head_dim), dtype, 2), normal((num_rows, 2, head_dim), dtype, 3)
-        pages = normal((num_blocks, block_size, 2, 2, head_dim), dtype, 4)
-        options = {"mask": mask, "scale": head_dim**-0.5, "softcap": softcap}
-        got, stored = jax.jit(gpu.paged_attention, static_argnames=static)(q, k, v, pages, batch, **options)
-        exact = [x.astype(jnp.float32) for x in (q, k, v, pages)]
-        with jax.default_matmul_precision("highest"):
-            wanted, wrote = jax.jit(reference.paged_attention, static_argnames=static)(
-                *exact, batch, **options
-            )
-        error = jnp.linalg.norm(got.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
-        most = jnp.max(jnp.abs(got.astype(jnp.float32) - wanted))
-        same = bool(jnp.all(stored[1:] == wrote[1:].astype(dtype)))
-        limit = 2e-6 if dtype == jnp.float32 else 6e-3
-        verdict = "ok" if same and error < limit else "WRONG"
-        return (
-            f"check {dtype.__name__} {kind[1:]}: error {error:.1e}, most {most:.1e}, written {same} {verdict}"
-        )
-
-    def guarded(kind: tuple[Any, ...]) -> str:
+    def guarded(prefilled: tuple[tuple[int, int], ...], kind: tuple[Any, ...]) -> str:
         try:
-            return one(kind)
+            return checked(prefilled, kind)
         except Exception as error:
             return f"check {kind}: FAILED {str(error)[:300]}"
 
-    with ThreadPoolExecutor(8) as pool:
-        for about in pool.map(guarded, kinds):
-            print(about, flush=True)
+    for least, kinds in ((2**30, ours), (1, plain + windows)):
+        print("ours" if least > 1 else "begun by cuDNN", flush=True)
+        with mock.patch.object(gpu, "MIN_CUDNN_ROWS", least), ThreadPoolExecutor(8) as pool:
+            for about in pool.map(guarded, itertools.repeat(CHECKED), kinds):
+                print(about, flush=True)
+            if least == 1:
+                print(guarded(CHECKED[-1:], plain[2]), flush=True)
+                can = gpu_cudnn.can_attend
+                print("cuDNN can:", {h: can(2, 4, h, 300) for h in (64, 96, 128, 256)}, flush=True)
 
 
 def write() -> None:
@@ -313,14 +351,33 @@ def compare() -> None:
         q = normal((1, num_rows, KV_HEADS * GROUP, HEAD_DIM), jnp.bfloat16, 0)
         k = normal((1, num_rows, KV_HEADS, HEAD_DIM), jnp.bfloat16, 1)
 
-        @jax.jit
-        def many(q: jax.Array, k: jax.Array) -> jax.Array:
-            for _ in range(16):
-                q = jax.nn.dot_product_attention(q, k, k, is_causal=True, implementation="cudnn")
-            return q
+        def dense(q: jax.Array, k: jax.Array) -> jax.Array:
+            return jax.nn.dot_product_attention(q, k, k, is_causal=True, implementation="cudnn")
 
-        each = seconds(lambda: many(q, k)) / 16  # noqa: B023
-        print(f"cuDNN causal {num_rows}: {prefills((0, num_rows)).rate(each)}", flush=True)
+        def packed(lengths: list[int], q: jax.Array, k: jax.Array) -> jax.Array:
+            grouped = q.reshape(num_rows, KV_HEADS, GROUP, HEAD_DIM)  # noqa: B023
+            tokens = jnp.array(lengths, jnp.int32)
+            out = gpu_cudnn.causal(grouped, k[0], k[0], tokens, window=None, scale=HEAD_DIM**-0.5)[0]
+            return out.reshape(q.shape)
+
+        ways = {"dense": dense} | {
+            f"with {n} sequences, of which one is not empty": partial(packed, [num_rows] + [0] * (n - 1))
+            for n in (1, 2, 8)
+        }
+        for name, one in ways.items():
+
+            @jax.jit
+            def many(q: jax.Array, k: jax.Array, one: Any = one) -> jax.Array:
+                for _ in range(16):
+                    q = one(q, k)
+                return q
+
+            start = time.perf_counter()
+            compiled = many.lower(q, k).compile()
+            took = time.perf_counter() - start
+            each = seconds(lambda: compiled(q, k)) / 16  # noqa: B023
+            rate = prefills((0, num_rows)).rate(each)
+            print(f"cuDNN causal {num_rows} {name}: {rate}, compiled in {took:.1f} s", flush=True)
 
 
 def main() -> None:
@@ -334,10 +391,10 @@ def main() -> None:
         start = time.perf_counter()
         if part == "decode":
             for case in DECODES if flags.sweep else DECODES + MORE_DECODES:
-                timed(case, decode_sweep(case) if flags.sweep else [None])
+                timed(case, decode_sweep(case) if flags.sweep else [Way()])
         elif part == "prefill":
             for case in PREFILLS if flags.sweep else PREFILLS + MORE_PREFILLS:
-                timed(case, prefill_sweep(case) if flags.sweep else [None])
+                timed(case, prefill_sweep(case) if flags.sweep else [Way(), Way(cudnn=True)])
         else:
             {"check": check, "write": write, "compare": compare}[part]()
         print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)

@@ -1,9 +1,11 @@
 """Output tokens per second on the embedded default model, ours beside others', in one run on this machine.
 
-Greedy, float32, 128 tokens in and 64 out, for 1 and for 8 requests at once; every system is warmed up first.
-The others: Hugging Face transformers' `generate` and, with --vllm-python=PATH (an interpreter that has vLLM's
-CPU build), vLLM. Also: the host's own time for each step, and what a cached prefix of 1,024 tokens does to
-the time to the first token.
+Greedy, 128 tokens in and 64 out, the same prompts for all, for 1 and for 8 requests at once; every system is
+warmed up first. The others: Hugging Face transformers' `generate`; with --vllm-python=PATH (an interpreter
+that has vLLM's CPU build), vLLM; with --llama-python=PATH (one that has llama-cpp-python), llama.cpp. All
+multiply float32 weights, which the model's file holds rounded to 4 and 8 bits; llama.cpp also runs the file
+as it is, which saves it most of the reading. Also: the host's own time for each step, and what a cached
+prefix of 1,024 tokens does to the time to the first token.
 """
 
 from __future__ import annotations
@@ -132,14 +134,78 @@ if __name__ == "__main__":  # it starts processes, which import this file
 
 
 def vllm(python: str, folder: Path) -> dict[int, float]:
-    script = folder / "vllm_rates.py"
-    script.write_text(VLLM)
-    told = json.dumps([str(folder), [prompts(count) for count in COUNTS], NUM_OUT, REPEATS])
+    return told_by(python, VLLM, folder, [str(folder)])
+
+
+# Its sequences run in one batch, as its own server runs them; a new context for each number of them.
+LLAMA = """
+import json, statistics, sys, time
+import llama_cpp as ll
+import numpy as np
+
+def decode(context, rows):
+    "The likeliest next token of each row that wants one; a row: token, position, sequence, whether it does."
+    batch = ll.llama_batch_init(len(rows), 0, 1)
+    batch.n_tokens = len(rows)
+    for i, (token, position, sequence, wants) in enumerate(rows):
+        batch.token[i], batch.pos[i], batch.logits[i] = token, position, wants
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+    assert ll.llama_decode(context, batch) == 0
+    ll.llama_batch_free(batch)
+    wanted = [i for i, row in enumerate(rows) if row[3]]
+    logits = [np.ctypeslib.as_array(ll.llama_get_logits_ith(context, i), (num_vocab,)) for i in wanted]
+    return [int(one.argmax()) for one in logits]
+
+def run(context, prompts, num_out):
+    ll.llama_memory_clear(ll.llama_get_memory(context), True)
+    last = len(prompts[0]) - 1
+    ids = decode(context, [(t, p, s, p == last) for s, ids in enumerate(prompts) for p, t in enumerate(ids)])
+    for position in range(last + 1, last + num_out):
+        ids = decode(context, [(t, position, s, True) for s, t in enumerate(ids)])
+
+path, whole, threads, prompts, num_out, repeats = json.loads(sys.argv[1])
+ll.llama_backend_init()
+if whole:
+    options = ll.llama_model_quantize_default_params()
+    options.ftype, options.allow_requantize, options.nthread = ll.LLAMA_FTYPE_ALL_F32, True, threads
+    assert ll.llama_model_quantize(path.encode(), whole.encode(), options) == 0
+model = ll.llama_model_load_from_file((whole or path).encode(), ll.llama_model_default_params())
+num_vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
+rates = {}
+for ids in prompts:
+    options = ll.llama_context_default_params()
+    options.n_seq_max, options.n_ctx, options.n_batch = len(ids), 256 * len(ids), 256 * len(ids)
+    options.n_threads = options.n_threads_batch = threads
+    if whole:
+        options.type_k = options.type_v = ll.GGML_TYPE_F32
+    context = ll.llama_init_from_model(model, options)
+    run(context, ids, num_out)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter(); run(context, ids, num_out); seconds.append(time.perf_counter() - start)
+    rates[len(ids)] = len(ids) * num_out / statistics.median(seconds)
+    ll.llama_free(context)
+print("RATES", json.dumps(rates))
+"""
+
+
+def llama_cpp(python: str, folder: Path, *, whole: bool) -> dict[int, float]:
+    """`whole`: its weights and its KV cache are float32; else the weights as stored, the cache in float16."""
+    path = fetch(None, cache_dir=EngineConfig().cache_dir)
+    to = str(folder / "float32.gguf") if whole else ""
+    return told_by(python, LLAMA, folder, [str(path), to, torch.get_num_threads()])
+
+
+def told_by(python: str, program: str, folder: Path, arguments: list[object]) -> dict[int, float]:
+    """The rates that a program tells, run by another interpreter with what it is to generate."""
+    script = folder / "rates.py"
+    script.write_text(program)
+    told = json.dumps([*arguments, [prompts(count) for count in COUNTS], NUM_OUT, REPEATS])
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2"}  # GiB; by itself it takes half of the machine
     done = subprocess.run([python, str(script), told], capture_output=True, text=True, env=environ)
     found = [line for line in done.stdout.splitlines() if line.startswith("RATES ")]
     if not found:
-        raise SystemExit(f"vLLM failed:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"{python} failed:\n{done.stderr[-3000:]}")
     return {int(count): value for count, value in json.loads(found[0][6:]).items()}
 
 
@@ -162,18 +228,22 @@ def first_token_ratio() -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM's CPU build")
-    vllm_python = parser.parse_args().vllm_python
+    parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
+    options = parser.parse_args()
     print(
         f"{platform.machine()}, {torch.get_num_threads()} threads, Python {platform.python_version()}, "
         f"jax {jax.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     )
     mine = ours()
     with tempfile.TemporaryDirectory() as folder:
-        others = {"transformers": theirs(Path(folder))}
-        if vllm_python is not None:
-            others["vLLM"] = vllm(vllm_python, Path(folder))
+        others = {"transformers, float32": theirs(Path(folder))}
+        if options.vllm_python is not None:
+            others["vLLM, float32"] = vllm(options.vllm_python, Path(folder))
+        if options.llama_python is not None:
+            for name, whole in (("float32", True), ("Q4_1 and Q8_0 as stored", False)):
+                others[f"llama.cpp, {name}"] = llama_cpp(options.llama_python, Path(folder), whole=whole)
     for count in COUNTS:
-        print(f"{count} at once: hex_llm {mine[count]:.1f} tok/s")
+        print(f"{count} at once: hex_llm, float32 {mine[count]:.1f} tok/s")
         for name, rates in others.items():
             print(f"    {name} {rates[count]:.1f} tok/s, ours is {mine[count] / rates[count]:.2f} x")
     first, cached = first_token_ratio()

@@ -2,7 +2,8 @@
 
     python -m tools.tpu_compile [--models llama-3.1-8b,...] [--layers 2] [--out table.md]
 
-Weights and pages are only described. Where the `libtpu` package is installed (x86-64 Linux), the real
+Weights and pages are only described. Besides the steps there are, as `parts`, kernels alone in the shapes of
+other models. Where the `libtpu` package is installed (x86-64 Linux), the real
 compiler runs, for the programs that engine/runner.py compiles; elsewhere they are lowered for TPUs, which
 proves tracing and the kernel's lowering, and nothing about memory or speed. It needs jax, numpy and msgspec.
 """
@@ -38,37 +39,40 @@ from jax.sharding import PartitionSpec as P
 
 from hex_llm.engine import programs
 from hex_llm.engine.batch import StepShape
+from hex_llm.engine.programs import Described
 from hex_llm.engine.sampling import Wants
 from hex_llm.engine.slots import SlotLayout
-from hex_llm.kernels import reference, tpu
-from hex_llm.kernels.attention import PagedAttention
+from hex_llm.kernels import experts, tpu
 from hex_llm.models.params import Param, abstract_weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, TP, make_mesh, sharding
 from tools.tpu_models import MODELS, Chip, Model
+from tools.tpu_parts import parts
 
 DTYPE = jnp.bfloat16
+LARGE = 1 << 20  # elements of a parameter whose copies matter
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 @dataclass(frozen=True)
 class Program:
-    """What engine/runner.py hands to the compiler, described."""
+    """What is handed to the compiler, described; `num_layers` is 0 for what is no step of a model."""
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    donated: tuple[int, ...]
-    placed: Any
+    described: Described
     num_layers: int = 0
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.described.arguments
 
     def traced(self, layouts: str) -> Any:
         """`layouts` auto: the compiler chooses those of the first argument, a step's weights."""
+        function, arguments, donated, placed = self.described
         given: dict[str, Any] = {}
         if layouts == "auto" and self.num_layers:
-            chosen = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), self.arguments[0])
-            given["in_shardings"] = (chosen, *(jax.tree.map(lambda x: x.sharding, self.arguments[1:])))
-        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=self.placed, **given)
-        return jitted.trace(*self.arguments)
+            chosen = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), arguments[0])
+            given["in_shardings"] = (chosen, *(jax.tree.map(lambda x: x.sharding, arguments[1:])))
+        return jax.jit(function, donate_argnums=donated, out_shardings=placed, **given).trace(*arguments)
 
 
 class Sizes(NamedTuple):
@@ -82,32 +86,27 @@ class Sizes(NamedTuple):
     max_len: int
 
 
-def described(
-    spec: ModelSpec, mesh: Mesh | AbstractMesh, sizes: Sizes, attend: PagedAttention
-) -> dict[str, Program]:
+def described(setting: programs.Setting, sizes: Sizes) -> dict[str, Program]:
     """The step that decodes, the one that prefills two prompts, and the choice of tokens."""
-    whole = NamedSharding(mesh, P())
-    page = NamedSharding(mesh, PAGES)
-    logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
-    layout = SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size)
-    shape = (-(-sizes.tokens // sizes.block_size) + 1, sizes.block_size, spec.num_kv_heads, 2, spec.head_dim)
-    pages = [jax.ShapeDtypeStruct(shape, DTYPE, sharding=page) for _ in spec.layers]
-    slots = jax.ShapeDtypeStruct((layout.num_slots, layout.width), jnp.int32, sharding=whole)
-    weights = described_weights(spec, mesh)
-
-    def step(shape: StepShape) -> Program:
-        function = partial(programs.forward, shape=shape, spec=spec, layout=layout, attend=attend)
-        hidden = whole if shape.num_prefills else None
-        results = (logits_lie, whole, hidden, [page] * len(pages))
-        return Program(function, (weights, pages, slots, _ints(shape.packed_size)), (1,), results, len(pages))
-
+    spec, mesh, layout = setting.spec, setting.mesh, setting.layout
+    num_blocks = -(-sizes.tokens // sizes.block_size) + 1
+    shape = (num_blocks, sizes.block_size, spec.num_kv_heads, 2, tpu.padded_head_dim(spec.head_dim))
+    page = jax.ShapeDtypeStruct(shape, DTYPE, sharding=NamedSharding(mesh, PAGES))
+    slots = jax.ShapeDtypeStruct(
+        (layout.num_slots, layout.width), jnp.int32, sharding=NamedSharding(mesh, P())
+    )
+    held: Any = (described_weights(spec, mesh), [page] * len(spec.layers), slots)
     width = -(-sizes.max_len // sizes.block_size)
-    logits = jax.ShapeDtypeStruct((sizes.batch, spec.vocab_size), jnp.float32, sharding=logits_lie)
-    choose = partial(programs.choose_tokens, layout=layout, most=Wants.ANYTHING)
+    keys: dict[str, programs.Key] = {
+        "decode": StepShape(sizes.batch, 0, 0, width),
+        "prefill": StepShape(0, 2, sizes.prefill, width),
+        "choice": programs.Choose(sizes.batch, Wants.ANYTHING),
+    }
     return {
-        "decode": step(StepShape(sizes.batch, 0, 0, width)),
-        "prefill": step(StepShape(0, 2, sizes.prefill, width)),
-        "choice": Program(choose, (slots, logits, _ints(3, sizes.batch)), (0,), whole),
+        name: Program(
+            programs.described(key, setting, *held), len(spec.layers) if isinstance(key, StepShape) else 0
+        )
+        for name, key in keys.items()
     }
 
 
@@ -119,20 +118,21 @@ def described_weights(spec: ModelSpec, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree.map(one, abstract_weights(spec), is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def chosen_attention(
-    spec: ModelSpec, mesh: Mesh | AbstractMesh, chip: Chip, block_size: int
-) -> PagedAttention:
-    """The kernel or, for what it is not for, the reference; over the mesh as a kernel for `chip` sees it."""
+def setting_of(spec: ModelSpec, mesh: Mesh | AbstractMesh, chip: Chip, sizes: Sizes) -> programs.Setting:
+    """As engine/runner.py sets it on a TPU; kernels see the mesh as one of `chip`s."""
     masks = [layer.mask for layer in spec.layers]
-    fits = tpu.can_attend(spec.num_kv_heads // mesh.size, spec.head_dim, block_size, masks, DTYPE)
+    num_kv_heads = spec.num_kv_heads // mesh.size
+    fits = tpu.can_attend(num_kv_heads, spec.head_dim, sizes.block_size, masks, DTYPE)
+    assert fits, "the reference would serve this model"
     device = AbstractDevice(chip.kind, num_cores=1, platform="tpu")
-    seen = AbstractMesh((mesh.size,), (TP,), (AxisType.Auto,), abstract_device=device)
-    attend = tpu.paged_attention if fits else reference.paged_attention
-    return programs.split_by_head(attend, seen)  # type: ignore[arg-type]
+    seen: Any = AbstractMesh((mesh.size,), (TP,), (AxisType.Auto,), abstract_device=device)
+    return programs.Setting(
+        spec,
+        mesh,  # type: ignore[arg-type]
+        SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size),
+        programs.split_by_head(tpu.paged_attention, seen),
+        programs.split_by_width(experts.ragged, seen),
+    )
 
 
 # ---- what came of it
@@ -173,6 +173,12 @@ def materialised(hlo: str, sizes: set[int]) -> Counter[str]:
     return found
 
 
+def estimated_cycles(hlo: str) -> int:
+    """The compiler's own, of the main computation: of what it has a model for, which is neither copies that
+    run beside the rest nor exchanges nor kernels that were handed to it."""
+    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo[hlo.find("\nENTRY ") :])))
+
+
 def _elements(dims: str) -> int:
     return math.prod(int(n) for n in dims.split(",") if n)
 
@@ -185,12 +191,13 @@ class Row(NamedTuple):
     weights: float  # bytes of a chip, like those that follow
     pages: float
     hbm: float
-    floor_s: float
-    lowered_s: float
+    clock: float
+    floor_s: float = 0.0
+    lowered_s: float = 0.0
     compiled_s: float | None = None
     temporaries: float | None = None
     total: float | None = None
-    optimal_s: float | None = None
+    estimated_s: float | None = None
     exchanges: str = ""
     copies: str = ""
 
@@ -225,9 +232,7 @@ class Job:
         start = time.monotonic()
         compiled = lowered.compile()
         self.row = self.row._replace(compiled_s=time.monotonic() - start)
-        memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
-        costs = costs[0] if isinstance(costs, list) else costs or {}
-        hlo = compiled.as_text()
+        memory, hlo = compiled.memory_analysis(), compiled.as_text()
         if self.dump:
             self.dump.mkdir(parents=True, exist_ok=True)
             with gzip.open(self.dump / f"{self.label}.hlo.gz", "wt") as file:
@@ -242,13 +247,13 @@ class Job:
             counted.append(f"largest gathered {gathered} elements")
         parameters = {
             local_elements(x)
-            for x in jax.tree.leaves(self.program.arguments[:2])
-            if x.sharding and x.ndim > 1
+            for x in jax.tree.leaves(self.program.arguments)
+            if x.sharding and local_elements(x) >= LARGE
         }
         self.row = self.row._replace(
             temporaries=memory.temp_size_in_bytes + results,
             total=memory.argument_size_in_bytes + memory.temp_size_in_bytes + results,
-            optimal_s=costs.get("optimal_seconds"),
+            estimated_s=estimated_cycles(hlo) / self.row.clock,
             exchanges=", ".join(counted) or "none",
             copies=", ".join(f"{n} {what}" for what, n in materialised(hlo, parameters).most_common(4))
             or "none",
@@ -274,7 +279,7 @@ def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) 
 
 
 HEAD = (
-    "| model | program | weights GB | pages GB | temporaries GB | all / HBM GB | optimal ms | floor ms | "
+    "| model | program | weights GB | pages GB | temporaries GB | all / HBM GB | estimated ms | floor ms | "
     "exchanges | parameters written anew | lowered s | compiled s |\n" + "|---" * 12 + "|"
 )
 
@@ -294,7 +299,7 @@ def line(job: Job) -> str:
         shown(r.pages, 1e9),
         shown(r.temporaries, 1e9),
         f"{shown(r.total, 1e9)} / {r.hbm / 1e9:.1f}",
-        shown(r.optimal_s, 1e-3),
+        shown(r.estimated_s, 1e-3),
         shown(r.floor_s, 1e-3) if r.floor_s else "",
         r.exchanges,
         r.copies,
@@ -348,19 +353,16 @@ def jobs_of(name: str, sizes: Sizes, options: argparse.Namespace, can_compile: b
     model = MODELS[name]
     spec = model.spec(sizes.max_len, options.layers)
     mesh = topology_mesh(model) if can_compile else abstract_mesh(model)
-    attend = chosen_attention(spec, mesh, model.chip, sizes.block_size)
-    found = described(spec, mesh, sizes, attend)
+    found = described(setting_of(spec, mesh, model.chip, sizes), sizes)
     weights, pages = found["decode"].arguments[:2]
     floor = floors(spec, weights, pages, sizes, model.chip)
-    held = (local_bytes(weights), local_bytes(pages), model.chip.hbm)
+    held = (local_bytes(weights), local_bytes(pages), model.chip.hbm, model.chip.clock)
     shown = f"{name} ×{mesh.size} {model.slice}" + (f", {len(spec.layers)} layers" if options.layers else "")
-    if model.num_heads:
-        shown += f", as if with {model.num_heads} heads"
     return [
         Job(
             f"{name}-{kind}",
             program,
-            Row(shown, kind, *held, floor[kind], 0.0),
+            Row(shown, kind, *held, floor[kind]),
             options.layouts,
             options.dump,
         )
@@ -369,8 +371,22 @@ def jobs_of(name: str, sizes: Sizes, options: argparse.Namespace, can_compile: b
     ]
 
 
-def run_all(jobs: list[Job], can_compile: bool, num_threads: int, limit_s: float) -> None:
-    """Prints each line when it is there. A compiler cannot be interrupted: what hangs is left behind."""
+def jobs_of_parts(options: argparse.Namespace, can_compile: bool) -> list[Job]:
+    """On the slice of the first model."""
+    model = next(iter(MODELS.values()))
+    mesh = topology_mesh(model) if can_compile else abstract_mesh(model)
+    held = (0.0, 0.0, model.chip.hbm, model.chip.clock)
+    return [
+        Job(name.replace(" ", "-"), Program(part), Row(name, "part", *held), options.layouts, options.dump)
+        for name, part in parts(mesh, model.chip.kind).items()
+    ]
+
+
+def run_all(
+    jobs: list[Job], can_compile: bool, num_threads: int, limit_s: float, save: Callable[[], None]
+) -> None:
+    """Prints each line when it is there, and saves. A compiler cannot be interrupted: what hangs is left
+    behind."""
     waiting = list(jobs)
     lock = threading.Lock()
 
@@ -395,12 +411,13 @@ def run_all(jobs: list[Job], can_compile: bool, num_threads: int, limit_s: float
             if job.is_done or late:
                 pending.remove(job)
                 print(line(job), flush=True)
+                save()
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
-    parser.add_argument("--programs", default="decode,prefill,choice", help="which of these")
+    parser.add_argument("--programs", default="decode,prefill,choice,parts", help="which of these")
     parser.add_argument("--layers", type=int, help="only so many of each model, for a quick try")
     parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once")
     parser.add_argument("--context", type=int, default=1536, help="tokens of each, for the floor")
@@ -428,8 +445,9 @@ def main() -> int:
     title = (
         f"{how}. Decode of {sizes.batch} sequences of {sizes.context} tokens, prefill of {sizes.prefill} "
         f"tokens, pages for {sizes.tokens} tokens in blocks of {sizes.block_size}, bfloat16, "
-        f"layouts of weights: {options.layouts}. Bytes are those of one chip. The optimal time is the "
-        "compiler's own and leaves attention's kernel out; the floor has the context's keys and values in it."
+        f"layouts of weights: {options.layouts}. Bytes are those of one chip. The estimate is the compiler's "
+        "own and leaves out exchanges, copies that run beside the rest, and attention's kernel; the floor "
+        "has the context's keys and values in it."
     )
     print(title, HEAD, sep="\n\n", flush=True)
     jobs, faults = [], []
@@ -440,11 +458,19 @@ def main() -> int:
             traceback.print_exc()
             faults.append(f"| {name} | |" + " |" * 6 + f" {one_line(f'{type(e).__name__}: {e}')} | | | |")
             print(faults[-1], flush=True)
-    run_all(jobs, not problem, options.threads, options.limit)
-    table = "\n".join([title, "", HEAD, *map(line, jobs), *faults, ""])
-    print("\n" + table, flush=True)
-    if options.out:
-        options.out.write_text(table)
+    if "parts" in options.programs:
+        jobs += jobs_of_parts(options, can_compile=not problem)
+
+    def table() -> str:
+        ended = [line(job) for job in jobs if job.is_done or job.fault]
+        return "\n".join([title, "", HEAD, *ended, *faults, ""])
+
+    def save() -> None:
+        if options.out:
+            options.out.write_text(table())
+
+    run_all(jobs, not problem, options.threads, options.limit, save)
+    print("\n" + table(), flush=True)
     return 1 if faults or any(job.fault for job in jobs) else 0
 
 

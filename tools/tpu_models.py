@@ -15,11 +15,12 @@ class Chip(NamedTuple):
     hbm: float  # bytes
     bandwidth: float  # bytes per second
     flops: float  # bfloat16, per second
+    clock: float  # cycles per second, which follow from it: 4 units that multiply 128 × 128 or 256 × 256
 
 
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", 17.2e9, 0.82e12, 197e12),
-    "v6e": Chip("TPU v6 lite", 34.4e9, 1.64e12, 920e12),
+    "v5e": Chip("TPU v5 lite", 17.2e9, 0.82e12, 197e12, 1.5e9),
+    "v6e": Chip("TPU v6 lite", 34.4e9, 1.64e12, 920e12, 1.75e9),
 }
 
 
@@ -65,7 +66,6 @@ class Model(NamedTuple):
 
     config: dict[str, Any]
     slice: str
-    num_heads: int | None = None  # as if query heads were padded to so many
 
     @property
     def chip(self) -> Chip:
@@ -77,10 +77,7 @@ class Model(NamedTuple):
 
     def spec(self, max_len: int, num_layers: int | None) -> ModelSpec:
         spec = model_spec(self.config, max_model_len=max_len)
-        heads = self.num_heads or spec.num_heads
-        return replace(spec, num_heads=heads, layers=spec.layers[:num_layers]).split_over(
-            math.prod(self.sides)
-        )
+        return replace(spec, layers=spec.layers[:num_layers]).split_over(math.prod(self.sides))
 
 
 MODELS = {
@@ -88,7 +85,6 @@ MODELS = {
     "llama-3.1-70b": Model(LLAMA_70B, "v5e:4x4"),
     "gemma-2-9b": Model(GEMMA_2_9B, "v5e:2x2"),
     "mixtral-8x7b": Model(MIXTRAL_8X7B, "v5e:2x4"),
-    # 40 heads do not divide by 16, which the engine refuses today: groups of 5 as if padded to 6.
-    "llama-4-scout": Model(LLAMA_4_SCOUT, "v5e:4x4", num_heads=48),
+    "llama-4-scout": Model(LLAMA_4_SCOUT, "v5e:4x4"),  # 40 heads over 16 chips: groups of 5 become 2 × 3
     "llama-3.3-70b": Model(LLAMA_70B, "v6e:2x4"),
 }

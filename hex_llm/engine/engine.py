@@ -129,7 +129,7 @@ class Engine:
         """Sends the next step off, reads the one before it, and tells what that brought."""
         self._step = Stats()
         self._begin_compiled()
-        with self._timed("schedule_s"):
+        with self._timed("schedule_s"), self.runner.recorder.phase("schedule"):
             plan, sequences = self.scheduler.schedule()
         if sequences:
             self._send_off(plan, sequences)
@@ -193,9 +193,10 @@ class Engine:
     def _read(self, step: InFlight, sequences: list[Sequence]) -> None:
         with self._timed("wait_s"):
             chosen = self.runner.read(step)
-        self._keep_prompt_logprobs(step, sequences)
-        for row in self.scheduler.collect(step.plan, sequences, chosen[:, 0].tolist()):
-            self._tell(sequences[row], chosen[row])
+        with self.runner.recorder.phase("tell"):
+            self._keep_prompt_logprobs(step, sequences)
+            for row in self.scheduler.collect(step.plan, sequences, chosen[:, 0].tolist()):
+                self._tell(sequences[row], chosen[row])
 
     # ---- what the devices are told about sequences
 

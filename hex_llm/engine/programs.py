@@ -6,12 +6,13 @@ together they would take half as long again to compile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.engine.batch import StepShape, unpack
@@ -19,12 +20,84 @@ from hex_llm.engine.results import pack_choices, pack_logprobs
 from hex_llm.engine.sampling import Wants, choose, logprobs_of
 from hex_llm.engine.slots import SlotLayout, SlotRows, append_tokens
 from hex_llm.kernels.attention import PagedAttention
+from hex_llm.kernels.experts import RoutedExperts
 from hex_llm.models import decoder
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, TP
 
 Pages = list[jax.Array]
+Program = Callable[..., Any]
+
+
+class Choose(NamedTuple):
+    """The choice of tokens for so many rows, none of which wants more than that."""
+
+    num_rows: int
+    most: Wants
+
+
+class Write(NamedTuple):
+    """A write to so many slots: their whole rows, or which tokens may come next."""
+
+    columns: Literal["all", "allowed"]
+    num_rows: int
+
+
+class PromptLogprobs(NamedTuple):
+    num_rows: int
+
+
+Key = StepShape | Choose | Write | PromptLogprobs
+
+
+class Setting(NamedTuple):
+    """What all programs of an engine have in common."""
+
+    spec: ModelSpec
+    mesh: Mesh
+    layout: SlotLayout
+    attend: PagedAttention
+    visit: RoutedExperts
+
+
+class Described(NamedTuple):
+    """A program for the compiler."""
+
+    function: Program
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...]  # arguments that it may reuse
+    placed: Any  # where its results lie
+
+
+def described(key: Key, setting: Setting, weights: Weights, pages: Pages, slots: jax.Array) -> Described:
+    """Weights, pages and slots need not exist: their shapes and where they lie are enough."""
+    spec, mesh, layout, attend, visit = setting
+    whole = NamedSharding(mesh, P())
+    logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
+    match key:
+        case StepShape():
+            step = partial(forward, shape=key, spec=spec, layout=layout, attend=attend, visit=visit)
+            hidden = whole if key.num_prefills else None
+            results = (logits_lie, whole, hidden, [NamedSharding(mesh, PAGES)] * len(pages))
+            return Described(step, (weights, pages, slots, _ints(key.packed_size)), (1,), results)
+        case Choose(num_rows, most):
+            logits = jax.ShapeDtypeStruct((num_rows, spec.vocab_size), jnp.float32, sharding=logits_lie)
+            chosen = partial(choose_tokens, layout=layout, most=most)
+            return Described(chosen, (slots, logits, _ints(3, num_rows)), (0,), whole)
+        case Write(columns, num_rows):
+            part = slice(0, layout.width) if columns == "all" else layout.allowed
+            write = partial(write_rows, first_column=part.start)
+            values = _ints(num_rows, part.stop - part.start)
+            return Described(write, (slots, _ints(num_rows), values), (0,), whole)
+        case PromptLogprobs(num_rows):
+            hidden_rows = jax.ShapeDtypeStruct((num_rows, spec.hidden_size), pages[0].dtype)
+            logprobs = partial(prompt_logprobs, spec=spec)
+            return Described(logprobs, (weights, hidden_rows, _ints(num_rows)), (), whole)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def forward(
@@ -37,6 +110,7 @@ def forward(
     spec: ModelSpec,
     layout: SlotLayout,
     attend: PagedAttention,
+    visit: RoutedExperts,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Pages]:
     """What a step leaves for the choice of tokens, and the pages. R is shape.num_choices.
 
@@ -47,7 +121,7 @@ def forward(
     inputs = unpack(packed, shape)
     batch = inputs.batch
     token_ids = SlotRows(layout, slots, inputs.slots).token_at(batch.sequences, batch.positions)
-    hidden, pages = decoder.forward(spec, weights, token_ids, inputs.spans, pages, batch, attend)
+    hidden, pages = decoder.forward(spec, weights, token_ids, inputs.spans, pages, batch, attend, visit)
     logits = decoder.logits(spec, weights, hidden[inputs.last_tokens])
     num_tokens = batch.positions[inputs.last_tokens] + 1
     rows = jnp.stack([inputs.slots, inputs.chosen_slots, num_tokens])
@@ -92,6 +166,25 @@ def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:
             check_vma=False,
         )
         out: tuple[jax.Array, jax.Array] = local(*arrays)
+        return out
+
+    return split
+
+
+def split_by_width(visit: RoutedExperts, mesh: Mesh) -> RoutedExperts:
+    """Each device has its own part of every expert's width; what they say is summed over the devices."""
+    if mesh.size == 1:
+        return visit
+    whole, gate_up, down = P(), P(None, TP, None, None), P(None, None, TP)
+
+    def split(*arrays: Any, **options: Any) -> jax.Array:
+        def local(*arrays: Any) -> jax.Array:
+            return jax.lax.psum(visit(*arrays, **options), TP)
+
+        specs = (whole, whole, whole, gate_up, down)
+        out: jax.Array = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(
+            *arrays
+        )
         return out
 
     return split

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,47 +23,29 @@ from tqdm import tqdm
 
 from hex_llm.engine import programs
 from hex_llm.engine.batch import Ints, Paddings, StepShape, pack
-from hex_llm.engine.programs import Pages
+from hex_llm.engine.profile import Recorder
+from hex_llm.engine.programs import Choose, Key, Pages, Program, PromptLogprobs, Write
 from hex_llm.engine.results import unpack_logprobs
 from hex_llm.engine.sampling import Wants
 from hex_llm.engine.slots import SlotLayout
 from hex_llm.errors import HexError
-from hex_llm.kernels import cpu, gpu, reference, tpu
+from hex_llm.kernels import cpu, cpu_experts, experts, gpu, gpu_experts, reference, tpu
 from hex_llm.kernels.attention import PagedAttention
+from hex_llm.kernels.experts import RoutedExperts
 from hex_llm.models.params import Weights, in_panels
 from hex_llm.models.spec import ModelSpec
-from hex_llm.parallel.shardings import PAGES, TP
+from hex_llm.parallel.shardings import PAGES
 from hex_llm.types import StepPlan, TokenLogprobs
 from hex_llm.weights.source import private_folder
 
 log = logging.getLogger(__name__)
 
-Program = Callable[..., Any]
 KEPT_S = 0.05  # what takes longer to compile is kept
 PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
+# Every stretch of kernels as one CUDA graph: of one row's step, 5 % of the time lay between kernels.
+GPU_OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 # cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md).
-GPU_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-
-
-class Choose(NamedTuple):
-    """The choice of tokens for so many rows, none of which wants more than that."""
-
-    num_rows: int
-    most: Wants
-
-
-class Write(NamedTuple):
-    """A write to so many slots: their whole rows, or which tokens may come next."""
-
-    columns: Literal["all", "allowed"]
-    num_rows: int
-
-
-class PromptLogprobs(NamedTuple):
-    num_rows: int
-
-
-Key = StepShape | Choose | Write | PromptLogprobs
+UNTRIED_PRODUCTS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
 
 class CompiledLate(HexError):
@@ -106,18 +88,32 @@ class Runner:
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
         attend: PagedAttention = cpu.paged_attention
+        visit: RoutedExperts = cpu_experts.visit
         if width is None:
             attend = accelerated_attention(spec, mesh, config.block_size, dtype)
-        self._attend = programs.split_by_head(attend, mesh)
+            visit = accelerated_experts(spec, mesh, dtype)
+        self._setting = programs.Setting(
+            spec,
+            mesh,
+            self.layout,
+            programs.split_by_head(attend, mesh),
+            programs.split_by_width(visit, mesh),
+        )
         self._programs: dict[Key, Program] = {}
+        self.recorder = Recorder(config.profile)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Sends a step off."""
+        with self.recorder.step():
+            return self._dispatch(plan)
+
+    def _dispatch(self, plan: StepPlan) -> InFlight:
         shape = self.paddings.shape(plan)
         wanted = max(self._wants[chunk.slot] for chunk in plan.chunks)
         most = min(kind for kind in self._kinds if kind >= wanted)
         step, choose = self._program(shape), self._program(Choose(shape.num_choices, most))
-        packed = pack(plan, shape, self.config.block_size)
+        with self.recorder.phase("pack"):
+            packed = pack(plan, shape, self.config.block_size)
         logits, rows, hidden, self.pages = step(self.weights, self.pages, self.slots, packed)
         choices, self.slots = choose(self.slots, logits, rows)
         choices.copy_to_host_async()
@@ -125,7 +121,9 @@ class Runner:
 
     def read(self, step: InFlight) -> Ints:
         """Waits for a step; one row (results.py) for each of the plan's."""
-        choices, first = np.asarray(step.choices), step.shape.num_decodes
+        with self.recorder.phase("wait"):
+            choices, first = np.asarray(step.choices), step.shape.num_decodes
+        self.recorder.read_step()
         return np.concatenate(
             [choices[: len(step.plan.decodes)], choices[first : first + len(step.plan.prefills)]]
         )
@@ -199,11 +197,13 @@ class Runner:
             return jitted.lower(*arguments).compile(compiler_options=self._options(key))
 
     def _options(self, key: Key) -> dict[str, Any] | None:
+        if self._platform != "gpu":
+            return None
         one_row = isinstance(key, StepShape) and key.num_tokens == 1  # which XLA's own kernels do best
-        return GPU_OPTIONS if self._platform == "gpu" and not one_row else None
+        return GPU_OPTIONS if one_row else GPU_OPTIONS | UNTRIED_PRODUCTS
 
     def _op_by_op(self, key: Key) -> Program:
-        function, _, _, _ = self._described(key)
+        function = self._described(key).function
 
         def run(*arguments: Any) -> Any:
             with jax.disable_jit(), jax.default_matmul_precision(self._precision):
@@ -211,37 +211,8 @@ class Runner:
 
         return run
 
-    def _described(self, key: Key) -> tuple[Program, tuple[Any, ...], tuple[int, ...], Any]:
-        """A program: its function, its arguments, those that it may reuse, and where its results lie."""
-        whole, layout = NamedSharding(self.mesh, P()), self.layout
-        pages = [NamedSharding(self.mesh, PAGES)] * len(self.pages)
-        match key:
-            case StepShape():
-                function = partial(
-                    programs.forward, shape=key, spec=self.spec, layout=layout, attend=self._attend
-                )
-                arguments = (self.weights, self.pages, self.slots, _ints(key.packed_size))
-                hidden = whole if key.num_prefills else None
-                return function, arguments, (1,), (self._logits_lie(), whole, hidden, pages)
-            case Choose(num_rows, most):
-                logits = jax.ShapeDtypeStruct(
-                    (num_rows, self.spec.vocab_size), jnp.float32, sharding=self._logits_lie()
-                )
-                choose = partial(programs.choose_tokens, layout=layout, most=most)
-                return choose, (self.slots, logits, _ints(3, num_rows)), (0,), whole
-            case Write(columns, num_rows):
-                part = slice(0, layout.width) if columns == "all" else layout.allowed
-                write = partial(programs.write_rows, first_column=part.start)
-                values = _ints(num_rows, part.stop - part.start)
-                return write, (self.slots, _ints(num_rows), values), (0,), whole
-            case PromptLogprobs(num_rows):
-                hidden_rows = jax.ShapeDtypeStruct((num_rows, self.spec.hidden_size), self.dtype)
-                logprobs = partial(programs.prompt_logprobs, spec=self.spec)
-                return logprobs, (self.weights, hidden_rows, _ints(num_rows)), (), whole
-
-    def _logits_lie(self) -> NamedSharding:
-        splits = self.spec.vocab_size % self.mesh.size == 0
-        return NamedSharding(self.mesh, P(None, TP) if splits else P())
+    def _described(self, key: Key) -> programs.Described:
+        return programs.described(key, self._setting, self.weights, self.pages, self.slots)
 
     def _write(self, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> None:
         if not rows:
@@ -266,10 +237,6 @@ class Runner:
 
 def _platform(mesh: Mesh) -> str:
     return str(mesh.devices.flat[0].platform)
-
-
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _padded(rows: Any, num_rows: int) -> Any:
@@ -303,20 +270,39 @@ def accelerated_attention(
     spec: ModelSpec, mesh: Mesh, block_size: int, dtype: np.dtype[Any]
 ) -> PagedAttention:
     """The kernel for the mesh's devices, or the reference where there is none for them or for this model."""
-    platform, masks = _platform(mesh), [layer.mask for layer in spec.layers]
+    platform = _platform(mesh)
     if platform == "gpu" and gpu.can_attend(spec.group_size, spec.head_dim, dtype):
         return gpu.paged_attention
-    num_kv_heads = spec.num_kv_heads // mesh.size
-    if platform == "tpu" and tpu.can_attend(num_kv_heads, spec.head_dim, block_size, masks, dtype):
+    if _attends_on_tpu(spec, mesh, block_size, dtype):
         return tpu.paged_attention
     if platform != "cpu":
         log.warning("no attention kernel for heads of %d in %s: a slower one is used", spec.head_dim, dtype)
     return reference.paged_attention
 
 
+def accelerated_experts(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> RoutedExperts:
+    """Like accelerated_attention, for the experts that tokens choose."""
+    platform = _platform(mesh)
+    if platform == "tpu":
+        return experts.ragged
+    if platform == "gpu" and gpu_experts.can_visit(spec.activation, dtype):
+        return gpu_experts.visit
+    if platform != "cpu" and any(layer.experts for layer in spec.layers):
+        log.warning("no kernel for experts with %s in %s: a slower one is used", spec.activation, dtype)
+    return experts.dense
+
+
+def _attends_on_tpu(spec: ModelSpec, mesh: Mesh, block_size: int, dtype: np.dtype[Any]) -> bool:
+    num_kv_heads, masks = spec.num_kv_heads // mesh.size, [layer.mask for layer in spec.layers]
+    fits = tpu.can_attend(num_kv_heads, spec.head_dim, block_size, masks, dtype)
+    return _platform(mesh) == "tpu" and fits
+
+
 def allocate_pages(
     spec: ModelSpec, mesh: Mesh, num_blocks: int, block_size: int, dtype: np.dtype[Any]
 ) -> Pages:
-    shape = (num_blocks, block_size, spec.num_kv_heads, 2, spec.head_dim)
+    padded = _attends_on_tpu(spec, mesh, block_size, dtype)
+    width = tpu.padded_head_dim(spec.head_dim) if padded else spec.head_dim
+    shape = (num_blocks, block_size, spec.num_kv_heads, 2, width)
     zeros = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=NamedSharding(mesh, PAGES))
     return [zeros() for _ in spec.layers]

@@ -32,6 +32,7 @@ class Stats(msgspec.Struct, array_like=True, kw_only=True):
     schedule_s: float = 0.0
     dispatch_s: float = 0.0
     wait_s: float = 0.0  # for the step before it
+    rest_s: float = 0.0  # took commands in, told what the step before it had brought, made and sent reports
     waited: list[tuple[str, float]] = []  # requests that run for the first time, and seconds in the queue
 
 

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,7 +113,8 @@ class Worker:
 
     def _loaded(self, load: Load) -> SteppedEngine:
         while True:
-            for command in self._commands(wait=True):
+            self._inbox.poll()
+            for command in self._commands():
                 if isinstance(command, Start):
                     log_from(command.log_level, command.log_format)
                     with self._telling_progress():
@@ -120,21 +122,27 @@ class Worker:
 
     def _serve(self, engine: SteppedEngine) -> None:
         self._send(Ready(engine.limits, engine.memory))
+        since = time.perf_counter()
         while True:
-            for command in self._commands(wait=not engine.has_work):
+            if not engine.has_work:
+                self._inbox.poll()
+                since = time.perf_counter()  # being idle is no part of a step
+            for command in self._commands():
                 if isinstance(command, Shutdown):
                     return
                 self._obey(engine, command)
             if engine.has_work:
-                updates = engine.step()  # before the steps are counted
-                self._send(Step(updates, engine.num_steps, engine.stats))
+                updates, stats = engine.step(), engine.stats
+                now = time.perf_counter()
+                stats.rest_s = now - since - stats.schedule_s - stats.dispatch_s - stats.wait_s
+                since = now
+                self._send(Step(updates, engine.num_steps, stats))
 
-    def _commands(self, wait: bool) -> Iterator[Command]:
-        """All that have come; if there are none and `wait`, those that come next."""
-        while self._inbox.poll(None if wait else 0):
+    def _commands(self) -> Iterator[Command]:
+        """All that have come."""
+        while self._inbox.poll(0):
             command = self._reader.decode(self._inbox.recv())
             if command is not None:
-                wait = False
                 yield command
 
     def _obey(self, engine: SteppedEngine, command: Command) -> None:

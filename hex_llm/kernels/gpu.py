@@ -1,4 +1,7 @@
-"""paged_attention for NVIDIA GPUs: which kernel (gpu_kernel.py) is launched for a step, and how it is cut.
+"""paged_attention for NVIDIA GPUs: which kernel is launched for a step, and how it is cut.
+
+Our own (gpu_kernel.py) does everything. Where a step has many prompt tokens, cuDNN (gpu_cudnn.py) attends
+among them first, and ours goes on from there over what is cached.
 
 It knows nothing of meshes: it sees the heads of one device. docs/kernels.md tells why the tilings are as they
 are.
@@ -14,12 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from hex_llm.kernels import gpu_cudnn
 from hex_llm.kernels.attention import Batch, Mask
-from hex_llm.kernels.gpu_kernel import Options, Tiling, attend, next_power, write_kv
+from hex_llm.kernels.gpu_kernel import Begun, Options, Tiling, attend, next_power, write_kv
 
 MIN_DOT = 16  # the least side of a matrix product
 MAX_GROUP = 64  # query heads per KV head
 MAX_HEAD_DIM = 256
+MIN_CUDNN_ROWS = 6144  # fewer rows: our own kernel is as fast, and sooner compiled (docs/kernels.md)
 
 
 def can_attend(group: int, head_dim: int, dtype: Any) -> bool:
@@ -45,17 +50,35 @@ def paged_attention(
     pages, tickets = write_kv(k, v, pages, batch.slots)
     options = Options(mask, scale, softcap)
     num_decode = len(batch.decode_tables)
-    positions, sequences = batch.positions, batch.sequences - num_decode
     parts = []
     if num_decode:
         tiling = decode_tiling(q[:num_decode], pages, batch.decode_tables)
-        rows = (q[:num_decode], positions[:num_decode], None)
+        rows = (q[:num_decode], batch.positions[:num_decode], None)
         parts.append(attend(*rows, pages, batch.decode_tables, tickets[:num_decode], options, tiling))
     if len(batch.prefill_tables):
-        tiling = prefill_tiling(q[num_decode:], pages, batch.prefill_tables)
-        owned = (q[num_decode:], positions[num_decode:], sequences[num_decode:])
-        parts.append(prefill(*owned, pages, batch.prefill_tables, tickets[num_decode:], options, tiling))
+        rest = [x[num_decode:] for x in (q, k, v, tickets, batch.positions, batch.sequences, batch.slots)]
+        q, k, v, tickets, positions, sequences, slots = rest
+        arguments = (pages, batch.prefill_tables, tickets, options)
+        sequences, tiling = sequences - num_decode, prefill_tiling(q, pages, batch.prefill_tables)
+        if cudnn_begins(q, pages, options):
+            # Padding, which lands in block 0, becomes a sequence of its own.
+            sequences = jnp.where(slots < pages.shape[1], len(batch.prefill_tables), sequences)
+            parts.append(continued_prefill(q, k, v, positions, sequences, *arguments, tiling))
+        else:
+            parts.append(prefill(q, positions, sequences, *arguments, tiling))
     return jnp.concatenate(parts), pages
+
+
+def cudnn_begins(q: jax.Array, pages: jax.Array, options: Options) -> bool:
+    num_rows, num_kv_heads, group, head_dim = q.shape
+    kind = (num_kv_heads, group, head_dim, options.mask.window)
+    return (
+        num_rows >= MIN_CUDNN_ROWS
+        and q.dtype == pages.dtype == jnp.bfloat16
+        and options.softcap is None
+        and options.mask.chunk is None
+        and gpu_cudnn.can_attend(*kind)
+    )
 
 
 def decode_tiling(q: jax.Array, pages: jax.Array, tables: jax.Array) -> Tiling:
@@ -102,6 +125,31 @@ def prefill(
     sequences = jnp.maximum(sequences, 0)
     starts = row_blocks(sequences, len(tables), tiling.rows // q.shape[2])
     return attend(q, positions, (sequences, starts), pages, tables, tickets, options, tiling)
+
+
+def continued_prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    sequences: jax.Array,
+    pages: jax.Array,
+    tables: jax.Array,
+    tickets: jax.Array,
+    options: Options,
+    tiling: Tiling,
+) -> jax.Array:
+    """As `prefill`, but cuDNN does what rows see of k and v [T, K, H], the step's own. Sequences lie in
+    order, then padding, which is of the sequence after the last and becomes 0."""
+    num_seqs = len(tables)
+    lengths = jnp.sum(sequences == jnp.arange(num_seqs)[:, None], axis=1, dtype=jnp.int32)
+    out, logs = gpu_cudnn.causal(q, k, v, lengths, window=options.mask.window, scale=options.scale)
+    starts = row_blocks(sequences, num_seqs, tiling.rows // q.shape[2])
+    first_rows = jnp.append(jnp.cumsum(lengths) - lengths, 0)
+    owners = sequences[starts[:-1]]
+    cached = jnp.where(owners < num_seqs, positions[first_rows[owners]], -1)
+    begun = Begun(out, logs, cached)
+    return attend(q, positions, (sequences, starts), pages, tables, tickets, options, tiling, begun)
 
 
 def row_blocks(sequences: jax.Array, num_seqs: int, length: int) -> jax.Array:

@@ -3,8 +3,9 @@
 A program takes a block of rows of one sequence, one KV head and one split of the keys; the G query heads of
 each row lie one after another in its tile, so that they share what is read. A decode is a block of one row.
 Of the splits of a block the one that ends last merges them. Keys are found through the block table, one slot
-each, so any block size does. What no row of the block sees is not read. It does not know how its work is best
-cut: that is gpu.py's.
+each, so any block size does. What no row of the block sees is not read. Where something else has attended to
+the keys of the step itself, a program goes on from there over the cached ones. It does not know how its work
+is best cut: that is gpu.py's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,14 @@ class Options:
     softcap: float | None
 
 
+class Begun(NamedTuple):
+    """Attention of rows to the keys of their own step, to be continued over those before it."""
+
+    out: jax.Array  # [T, K, G, H]
+    logs: jax.Array  # [S, K * G, T] log of the sum of a row's weights, at its place in its sequence's rows
+    cached: jax.Array  # [blocks of rows] keys of the sequence before the step; -1: padding, which becomes 0
+
+
 def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The pages with k and v [T, K, H] at the slots, in place where the pages are donated; and tickets
     [T, K], all 0: splits draw them at their block's first row to learn which of them ends last."""
@@ -69,7 +78,7 @@ def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> 
         plgpu.store(tickets_ref.at[row, head], jnp.zeros_like(head), mask=head < num_kv_heads)
 
     tickets = jax.ShapeDtypeStruct((num_rows, num_kv_heads), jnp.int32)
-    call = _call(write_kernel, (num_rows,), [flat, tickets], warps=4, stages=1, aliases={2: 0})
+    call = launched(write_kernel, (num_rows,), [flat, tickets], warps=4, stages=1, aliases={2: 0})
     new_pages, new_tickets = call(slots, kv, flat)
     return new_pages.reshape(pages.shape), new_tickets
 
@@ -83,6 +92,7 @@ def attend(
     tickets: jax.Array,
     options: Options,
     tiling: Tiling,
+    begun: Begun | None = None,
 ) -> jax.Array:
     num_rows, num_kv_heads, group, head_dim = q.shape
     arguments = [
@@ -95,8 +105,11 @@ def attend(
     heads = num_kv_heads * group
     out = [jax.ShapeDtypeStruct((num_rows, heads * head_dim), q.dtype)]
     aliases = {}
+    if begun is not None:  # in place: rows without cached keys are not even read
+        aliases[len(arguments)] = 0
+        arguments += [begun.out.reshape(num_rows, -1), begun.logs, begun.cached]
     if tiling.splits > 1:
-        aliases = {len(arguments): 1}
+        aliases[len(arguments)] = 1
         arguments.append(tickets)
         parts = jax.ShapeDtypeStruct((tiling.splits, num_rows, heads * head_dim), jnp.float32)
         totals = jax.ShapeDtypeStruct((tiling.splits, num_rows, heads), jnp.float32)
@@ -109,10 +122,11 @@ def attend(
         head_dim=head_dim,
         block_size=pages.shape[1],
         one_row=blocks is None,
+        goes_on=begun is not None,
     )
     # Splits come last: a program without keys waits for room as any other does, so let it hold up none.
     grid = (num_kv_heads, num_rows if blocks is None else len(blocks[1]) - 1, tiling.splits)
-    return _call(kernel, grid, out, tiling.warps, tiling.stages, aliases)(*arguments)[0].reshape(q.shape)
+    return launched(kernel, grid, out, tiling.warps, tiling.stages, aliases)(*arguments)[0].reshape(q.shape)
 
 
 def _attend_kernel(
@@ -124,12 +138,15 @@ def _attend_kernel(
     head_dim: int,
     block_size: int,
     one_row: bool,
+    goes_on: bool,
 ) -> None:
     """After the positions: where rows are not single their sequences [T] and the starts of blocks [N + 1];
-    tables [S, B]; q [T, K * G * H]; pages [slots, K * 2 * H]; with splits the tickets as they were;
-    out [T, K * G * H]; with splits the tickets [T, K], and the parts and totals of _merge."""
+    tables [S, B]; q [T, K * G * H]; pages [slots, K * 2 * H]; the fields of Begun where it goes on from them;
+    with splits the tickets as they were; out [T, K * G * H]; with splits the tickets [T, K], and the parts
+    and totals of _merge."""
     sequences_ref, starts_ref, *refs = (None, None, *refs) if one_row else refs  # type: ignore[assignment]
     tables_ref, q_ref, pages_ref, *refs = refs  # type: ignore[assignment]
+    begun_refs, refs = (refs[:3], refs[3:]) if goes_on else ((), refs)
     out_ref, *merge_refs = refs[1:] if tiling.splits > 1 else refs
     head, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     if not one_row:  # the last blocks of a prompt have the most keys: they go first
@@ -137,8 +154,9 @@ def _attend_kernel(
     start, end = (block, block + 1) if one_row else (starts_ref[block], starts_ref[block + 1])
     column = lax.iota(jnp.int32, next_power(head_dim))
     inside = None if len(column) == head_dim else column < head_dim
+    cached: Any = begun_refs[2][block] if goes_on else None
 
-    @pl.when(start < end)
+    @pl.when((start < end) & (cached != 0) if goes_on else start < end)
     def _() -> None:
         tile = lax.iota(jnp.int32, tiling.rows)
         row, query_head = start + lax.div(tile, group), head * group + lax.rem(tile, group)
@@ -149,9 +167,17 @@ def _attend_kernel(
         else:
             sequence, position = sequences_ref[start], plgpu.load(positions_ref.at[row], mask=valid, other=0)
             lowest, highest = jnp.min(jnp.where(valid, position, LAST)), jnp.max(position)
-        first, length, num_splits = _splits(_first_key(lowest, options.mask), highest + 1, tiling)
+        end_key = cached if goes_on else highest + 1
+        first, length, num_splits = _splits(_first_key(lowest, options.mask), end_key, tiling)
         begin = first + split * length
-        stop = jnp.minimum(begin + length, highest + 1)
+        stop = jnp.minimum(begin + length, end_key)
+        mask = _both(valid, inside, at.shape)
+
+        def store(out: jax.Array) -> None:
+            plgpu.store(out_ref.at[index_grid(row, at)], out.astype(out_ref.dtype), mask=mask)
+
+        if goes_on:
+            pl.when((cached < 0) & (split == 0))(lambda: store(jnp.zeros(at.shape)))
 
         @pl.when(split < num_splits)
         def _() -> None:
@@ -159,33 +185,33 @@ def _attend_kernel(
 
             def add(masked: bool, i: jax.Array, running: Softmax) -> Softmax:
                 place = i * tiling.keys + lax.iota(jnp.int32, tiling.keys)
-                there = place < stop if masked else None
+                there: Any = place < stop if masked else None
                 slot = _slots(tables_ref, sequence, i * tiling.keys, tiling.keys, block_size)
                 at = head * 2 * head_dim + column[None, :]
-                scores = _dot(query, _load(pages_ref, slot, at, there, inside).T)
+                scores = dot(query, _load(pages_ref, slot, at, there, inside).T)
                 values = _load(pages_ref, slot, at + head_dim, there, inside)
-                visible = _visible(position[:, None], place[None, :], options.mask) if masked else None
+                visible: Any = _visible(position[:, None], place[None, :], options.mask) if masked else None
+                if goes_on and masked:
+                    visible &= there[None, :]
                 return _accumulate(running, scores, visible, values, options)
 
             running = _start(tiling.rows, len(column))
+            if goes_on:  # the first split does, the others are added to it
+                taken, nth = valid & (split == 0), position - cached
+                running = _continued(begun_refs, (sequence, row, nth, query_head, at), taken, inside, options)
             all_from = None if options.mask == Mask() else _first_key(highest, options.mask)
             for masked, low, high in _stretches(begin, stop, lowest + 1, all_from, one_row, tiling.keys):
                 running = lax.fori_loop(low, high, partial(add, masked), running)
             peak, total, values = running
             total = jnp.maximum(total, 1e-30)
             out = values / total[:, None]
-            mask = _both(valid, inside, out.shape)
-
-            def store(out: jax.Array) -> None:
-                plgpu.store(out_ref.at[_index(row, at)], out.astype(out_ref.dtype), mask=mask)
-
             pl.when(num_splits == 1)(lambda: store(out))
             if tiling.splits > 1:
                 tickets_ref, parts_ref, totals_ref = merge_refs
 
                 @pl.when(num_splits > 1)
                 def _() -> None:
-                    plgpu.store(parts_ref.at[(split, *_index(row, at))], out, mask=mask)
+                    plgpu.store(parts_ref.at[(split, *index_grid(row, at))], out, mask=mask)
                     logs = peak * _factor(options) + jnp.log2(total)
                     plgpu.store(totals_ref.at[split, row, query_head], logs, mask=valid)
                     if not _interpreted():
@@ -196,6 +222,23 @@ def _attend_kernel(
                     def _() -> None:
                         places = row, query_head, at
                         store(_merge(parts_ref, totals_ref, places, valid, inside, num_splits))
+
+
+def _continued(
+    begun_refs: tuple[Any, ...],  # out [T, heads * H], logs [S, heads, T], and keys that are cached
+    places: tuple[
+        jax.Array, ...
+    ],  # the sequence, rows [R], their places in it [R], heads [R], columns [R, C]
+    taken: jax.Array,
+    inside: jax.Array | None,
+    options: Options,
+) -> Softmax:
+    """The softmax as it was begun in the rows that are taken, else at its start: one weight, of all that was
+    seen."""
+    (out_ref, logs_ref, _), (sequence, row, nth, head, at) = begun_refs, places
+    logs = plgpu.load(logs_ref.at[sequence, head, nth], mask=taken, other=0)
+    peak = jnp.where(taken, logs * (LOG2_E / _factor(options)), NO_PEAK)
+    return peak, taken.astype(jnp.float32), _load(out_ref, row, at, taken, inside).astype(jnp.float32)
 
 
 def _merge(
@@ -217,7 +260,9 @@ def _merge(
             for split, mask in zip(splits, there, strict=True)
         ]
         parts = [
-            plgpu.load(parts_ref.at[(split, *_index(row, at))], mask=_both(mask, inside, at.shape), other=0)
+            plgpu.load(
+                parts_ref.at[(split, *index_grid(row, at))], mask=_both(mask, inside, at.shape), other=0
+            )
             for split, mask in zip(splits, there, strict=True)
         ]
         peak, total, sums = running
@@ -232,10 +277,11 @@ def _merge(
 
 
 def _splits(first: jax.Array, stop: jax.Array, tiling: Tiling) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where the splits of these keys begin, in whole tiles; the length of one; and their number."""
+    """Where the splits of these keys begin, in whole tiles; the length of one; and their number, below 1
+    where there are no keys."""
     first = lax.div(first, tiling.keys) * tiling.keys
     length = pl.cdiv(stop - first, tiling.splits * tiling.keys) * tiling.keys
-    length = jnp.maximum(length, tiling.min_split) if tiling.splits > 1 else length
+    length = jnp.maximum(length, tiling.min_split)
     return first, length, pl.cdiv(stop - first, length)
 
 
@@ -298,7 +344,7 @@ def _accumulate(
     factor, new_peak = _factor(options), jnp.maximum(peak, jnp.max(scores, axis=1))
     weights = exp2(scores * factor - (new_peak * factor)[:, None])  # exactly 0 where hidden
     shrink = exp2((peak - new_peak) * factor)
-    added = _dot(weights.astype(values.dtype), values)
+    added = dot(weights.astype(values.dtype), values)
     return new_peak, total * shrink + jnp.sum(weights, axis=1), sums * shrink[:, None] + added
 
 
@@ -317,7 +363,7 @@ def _fast_exp2(x: jax.Array) -> jax.Array:
     return out
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     exact = a.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
@@ -329,10 +375,10 @@ def _load(
     """ref[row [R], column [1 or R, C]]; 0 where a row is not there or a column not inside."""
     shape = (len(row), column.shape[1])
     mask = _both(there, inside, shape)
-    return plgpu.load(ref.at[_index(row, column)], mask=mask, other=None if mask is None else 0)
+    return plgpu.load(ref.at[index_grid(row, column)], mask=mask, other=None if mask is None else 0)
 
 
-def _index(row: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+def index_grid(row: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
     shape = (len(row), column.shape[1])
     return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column, shape)
 
@@ -349,7 +395,7 @@ def _start(rows: int, columns: int) -> Softmax:
     return jnp.full(rows, NO_PEAK), jnp.zeros(rows), jnp.zeros((rows, columns))
 
 
-def _call(
+def launched(
     kernel: Callable[..., None],
     grid: tuple[int, ...],
     out: Any,

@@ -3,6 +3,10 @@
 The kernel attends to whole sequences from their first key on. Here rows become *runs*: rows of one sequence
 that together see a stretch of its blocks. A window or a chunk moves the beginning of that stretch, so that
 blocks that no row of a run sees are not read. It knows nothing of meshes: it sees the heads of one device.
+
+The kernel reads the KV heads of a block together, which its compiler can do for some numbers of them and for
+heads of 128. Otherwise heads lie *apart*: a block of K heads is A pages of K / A heads, one after the other,
+and a row is A rows, each with its own table. Pages are as large either way, and nobody else reads them.
 """
 
 from __future__ import annotations
@@ -18,9 +22,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from hex_llm.kernels.attention import Batch, Mask
 from hex_llm.kernels.reference import write_kv
 
-LANES = (
-    128  # what a TPU holds side by side: heads are multiples of it, and a table's rows are filled up to it
-)
+LANES = 128  # what a TPU holds side by side: heads and the rows of a table are filled up to multiples of it
 TABLE_BYTES = 1 << 19  # the kernel copies the block tables to scalar memory, of which there is 1 MiB
 BUFFER_BYTES = 8 << 20  # for keys and values that are read ahead; vector memory may give a kernel 16 MiB
 # JAX's tables of tuned sizes (for 512 rows and more) mostly say 1024 keys, at most 16 pages of them,
@@ -44,15 +46,15 @@ def can_attend(num_kv_heads: int, head_dim: int, block_size: int, masks: Iterabl
     the reference does."""
     pages_fit = block_size <= MOST_KEYS_OF_A_PAGE or block_size % MOST_KEYS_OF_A_PAGE == 0
     whole_chunks = all(mask.chunk is None or mask.chunk % block_size == 0 for mask in masks)
-    heads_fit = num_kv_heads in (1, 2, 4) or num_kv_heads % 8 == 0
-    return (
-        jnp.dtype(dtype) == jnp.bfloat16
-        and heads_fit
-        and head_dim % LANES == 0
-        and pages_fit
-        and whole_chunks
-        and _keys_at_once(num_kv_heads, head_dim) >= min(block_size, MOST_KEYS_OF_A_PAGE)
-    )
+    head_dim = padded_head_dim(head_dim)
+    together = num_kv_heads // _num_apart(num_kv_heads, head_dim)
+    keys_fit = _keys_at_once(together, head_dim) >= min(block_size, MOST_KEYS_OF_A_PAGE)
+    return jnp.dtype(dtype) == jnp.bfloat16 and pages_fit and whole_chunks and keys_fit
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The width that pages must have."""
+    return cdiv(head_dim, LANES) * LANES
 
 
 def paged_attention(
@@ -66,27 +68,82 @@ def paged_attention(
     scale: float,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See kernels.attention.PagedAttention."""
-    pages = write_kv(k, v, pages, batch.slots)
+    """See kernels.attention.PagedAttention. Pages are `padded_head_dim` wide, and what lies where in a block
+    is not as it says there."""
+    head_dim, shape = q.shape[-1], pages.shape
+    q, k, v = (_padded(x, shape[-1]) for x in (q, k, v))
+    num_blocks, block_size, num_kv_heads = shape[:3]
+    apart = _num_apart(num_kv_heads, shape[-1])
+    pages = pages.reshape(num_blocks * apart, block_size, num_kv_heads // apart, 2, shape[-1])
+    pages = _write(k, v, pages, batch.slots)
     options = {"sm_scale": scale, "sliding_window": mask.window, "soft_cap": softcap}
-    block_size, num_decode = pages.shape[1], len(batch.decode_tables)
+    num_decode = len(batch.decode_tables)
     parts = []
     if num_decode:
-        positions, tables = batch.positions[:num_decode], batch.decode_tables
-        width = _width(tables, 1, mask, block_size)
-        most = max(TABLE_BYTES // (4 * cdiv(width, LANES) * LANES), 1)
-        for i in range(0, num_decode, most):
-            part = slice(i, min(i + most, num_decode))
-            runs = decode_runs(positions[part], tables[part], mask, block_size)
-            parts.append(_attend(q[part], pages, runs, DECODE_ROWS, options))
+        parts.append(_decode(q[:num_decode], pages, batch, mask, options))
     if len(batch.prefill_tables):
         rows = (batch.positions[num_decode:], batch.sequences[num_decode:] - num_decode)
         is_real = batch.slots[num_decode:] >= block_size  # block 0 is nobody's
         runs = prefill_runs(*rows, is_real, batch.prefill_tables, mask, block_size)
-        out = _attend(q[num_decode:], pages, runs, PREFILL_ROWS, options)
+        out = _prefill(q[num_decode:], pages, runs, options)
         # The kernel leaves rows that are in no run as they were in its memory.
         parts.append(jnp.where(is_real[:, None, None, None], out, 0))
-    return jnp.concatenate(parts), pages
+    return jnp.concatenate(parts)[..., :head_dim], pages.reshape(shape)
+
+
+def _write(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
+    """k, v [T, K, H] into pages [N * A, block, K / A, 2, H]."""
+    block_size, together = pages.shape[1:3]
+    whole = _pages_of((slots // block_size)[:, None], k.shape[1] // together)  # [T, A, 1]
+    slots = (whole[..., 0] * block_size + (slots % block_size)[:, None]).reshape(-1)
+    k, v = (x.reshape(len(slots), together, -1) for x in (k, v))
+    return write_kv(k, v, pages, slots)
+
+
+def _decode(q: jax.Array, pages: jax.Array, batch: Batch, mask: Mask, options: dict[str, Any]) -> jax.Array:
+    """q [S, K, G, H] -> [S, K, G, H]; heads that lie apart are as many sequences."""
+    (num_rows, num_kv_heads), block_size = q.shape[:2], pages.shape[1]
+    apart = num_kv_heads // pages.shape[2]
+    rows = q.reshape(num_rows * apart, pages.shape[2], *q.shape[2:])
+    positions = batch.positions[:num_rows].repeat(apart)
+    tables = _pages_of(batch.decode_tables, apart).reshape(len(rows), -1)
+    width = _width(tables, 1, mask, block_size)
+    most = max(TABLE_BYTES // (4 * cdiv(width, LANES) * LANES), 1)
+    parts = []
+    for i in range(0, len(rows), most):
+        part = slice(i, min(i + most, len(rows)))
+        runs = decode_runs(positions[part], tables[part], mask, block_size)
+        parts.append(_attend(rows[part], pages, runs, DECODE_ROWS, options))
+    return jnp.concatenate(parts).reshape(q.shape)
+
+
+def _prefill(q: jax.Array, pages: jax.Array, runs: Runs, options: dict[str, Any]) -> jax.Array:
+    """q [T, K, G, H] -> [T, K, G, H]; heads that lie apart are as many calls."""
+    apart = q.shape[1] // pages.shape[2]
+    tables = _pages_of(runs.tables, apart)
+    parts = [
+        _attend(heads, pages, runs._replace(tables=tables[:, i]), PREFILL_ROWS, options)
+        for i, heads in enumerate(jnp.split(q, apart, axis=1))
+    ]
+    return jnp.concatenate(parts, axis=1)
+
+
+def _num_apart(num_kv_heads: int, head_dim: int) -> int:
+    """Into how many pages the KV heads of a block are divided: the fewest that the kernel can read."""
+
+    def fits(together: int) -> bool:
+        return together == 1 or (head_dim == LANES and (together in (2, 4) or together % 8 == 0))
+
+    return next(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and fits(num_kv_heads // n))
+
+
+def _pages_of(blocks: jax.Array, apart: int) -> jax.Array:
+    """[R, B] -> [R, A, B]."""
+    return blocks[:, None] * apart + jnp.arange(apart)[:, None]
+
+
+def _padded(x: jax.Array, head_dim: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
 
 
 def decode_runs(positions: jax.Array, tables: jax.Array, mask: Mask, block_size: int) -> Runs:

@@ -6,7 +6,6 @@ An absent weight (None) is an absent operation. Letters of shapes: see kernels/a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from hex_llm.kernels import cpu
 from hex_llm.kernels.attention import Batch, PagedAttention
 from hex_llm.kernels.cpu import Panels
+from hex_llm.kernels.experts import Activation, RoutedExperts
 from hex_llm.models.linear import linear, linear_columns, rows_of
 from hex_llm.models.moe import moe
 from hex_llm.models.params import FeedForward, LayerWeights, Weights
@@ -23,7 +23,7 @@ from hex_llm.models.spec import Layer, ModelSpec, Rope
 
 RopeTable = tuple[jax.Array, jax.Array]
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
@@ -38,6 +38,7 @@ def forward(
     pages: list[jax.Array],
     batch: Batch,
     attend: PagedAttention,
+    visit: RoutedExperts,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """token_ids [T] -> hidden states [T, D] before the head, and the KV pages of every layer.
 
@@ -50,7 +51,7 @@ def forward(
     tables: dict[Rope | None, RopeTable] = {r: rope_table(r, batch.positions, spans) for r in ropes}
     new_pages = []
     for layer, w, layer_pages in zip(spec.layers, weights.layers, pages, strict=True):
-        x, layer_pages = block(x, w, spec, layer, tables.get(layer.rope), layer_pages, batch, attend)
+        x, layer_pages = block(x, w, spec, layer, tables.get(layer.rope), layer_pages, batch, attend, visit)
         new_pages.append(layer_pages)
     return rms_norm(x, weights.norm, spec), new_pages
 
@@ -65,7 +66,7 @@ def logits(spec: ModelSpec, weights: Weights, hidden: jax.Array) -> jax.Array:
 
 
 # Compiled inside the step, so that layers that are alike are traced and lowered once, not once each.
-@partial(jax.jit, static_argnames=("spec", "layer", "attend"))
+@partial(jax.jit, static_argnames=("spec", "layer", "attend", "visit"))
 def block(
     x: jax.Array,
     w: LayerWeights,
@@ -75,6 +76,7 @@ def block(
     pages: jax.Array,
     batch: Batch,
     attend: PagedAttention,
+    visit: RoutedExperts,
 ) -> tuple[jax.Array, jax.Array]:
     """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
     q, k, v = project_qkv(rms_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
@@ -82,7 +84,7 @@ def block(
         q, k, v, pages, batch, mask=layer.mask, scale=spec.attention_scale, softcap=spec.attn_softcap
     )
     x = x + post_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
-    h = feed_forward(rms_norm(x, w.ffn_norm, spec), w.ffn, spec, layer)
+    h = feed_forward(rms_norm(x, w.ffn_norm, spec), w.ffn, spec, layer, visit)
     return x + post_norm(h, w.ffn_post_norm, spec), pages
 
 
@@ -107,15 +109,17 @@ def query_scales(temperature: tuple[float, float], positions: jax.Array) -> jax.
     return jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1.0) / floor)) * scale + 1.0
 
 
-def feed_forward(x: jax.Array, w: FeedForward, spec: ModelSpec, layer: Layer) -> jax.Array:
+def feed_forward(
+    x: jax.Array, w: FeedForward, spec: ModelSpec, layer: Layer, visit: RoutedExperts
+) -> jax.Array:
     activation = ACTIVATIONS[spec.activation]
     if layer.experts is None:
         return gated_mlp(x, w, activation)
-    out = moe(x, w.router, w.gate_up, w.down, layer.experts, activation)
+    out = moe(x, w.router, w.gate_up, w.down, layer.experts, activation, visit)
     return out if w.shared is None else out + gated_mlp(x, w.shared, activation)
 
 
-def gated_mlp(x: jax.Array, w: FeedForward, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def gated_mlp(x: jax.Array, w: FeedForward, activation: Activation) -> jax.Array:
     def tokens_first(x: jax.Array, w: FeedForward) -> jax.Array:
         gate_up = linear(x, w.gate_up, w.gate_up_bias)  # [T, F, 2]
         return linear(activation(gate_up[..., 0]) * gate_up[..., 1], w.down, w.down_bias)

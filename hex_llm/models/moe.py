@@ -1,38 +1,34 @@
-"""Mixture of experts: choose, run, add up. An expert's width is split over devices like a dense layer's."""
+"""Mixture of experts: which of them a token visits, and with what weight. What they do is a kernel's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from hex_llm.kernels.experts import Activation, RoutedExperts
 from hex_llm.models.linear import linear
 from hex_llm.models.spec import Experts
 
 
-def expert_scores(logits: jax.Array, experts: Experts) -> jax.Array:
-    """[T, E] -> [T, E]: the weight of each expert for each token, 0 for those not chosen."""
+def choose(logits: jax.Array, experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """[T, E] -> the chosen experts of each token [T, k], and their scores [T, k] in float32."""
     values, chosen = jax.lax.top_k(logits.astype(jnp.float32), experts.num_per_token)
     # A softmax over all experts, renormalised over the chosen, is a softmax over the chosen.
-    values = jax.nn.sigmoid(values) if experts.sigmoid_input else jax.nn.softmax(values, axis=-1)
-    rows = jnp.arange(len(logits))[:, None]
-    return jnp.zeros(logits.shape, jnp.float32).at[rows, chosen].set(values)
+    scores = jax.nn.sigmoid(values) if experts.sigmoid_input else jax.nn.softmax(values, axis=-1)
+    return chosen, scores
 
 
 def moe(
     x: jax.Array,
     router: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: Any,
+    down: Any,
     experts: Experts,
-    activation: Callable[[jax.Array], jax.Array],
+    activation: Activation,
+    visit: RoutedExperts,
 ) -> jax.Array:
-    """x [T, D], router [E, D], gate_up [E, F, 2, D], down [E, D, F] -> [T, D]; all experts see all tokens."""
-    scores = expert_scores(linear(x, router), experts).astype(x.dtype).T[:, :, None]  # [E, T, 1]
-    inputs = x * scores if experts.sigmoid_input else jnp.broadcast_to(x, (experts.num, *x.shape))
-    hidden = jnp.einsum("etd,efcd->cetf", inputs, gate_up)
-    hidden = activation(hidden[0]) * hidden[1]
-    if not experts.sigmoid_input:
-        hidden = hidden * scores
-    return jnp.einsum("etf,edf->td", hidden, down)
+    """x [T, D], router [E, D], gate_up [E, F, 2, D], down [E, D, F] -> [T, D]."""
+    chosen, scores = choose(linear(x, router), experts)
+    return visit(x, chosen, scores, gate_up, down, activation=activation, scale_input=experts.sigmoid_input)

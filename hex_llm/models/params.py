@@ -7,12 +7,13 @@ qkv is [K, G+2, H, D] (a KV head with its queries), gate_up is [F, 2, D].
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from hex_llm.kernels.cpu import to_panels
+from hex_llm.kernels.cpu import Panels, to_panels
 from hex_llm.models.spec import Layer, ModelSpec
 
 Leaf = Any  # a Param in the abstract tree, a jax.Array in the loaded one
@@ -34,6 +35,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Param:
+    """What no piece reaches is zeros."""
+
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # logical: "vocab", "kv_heads", "ffn" or None
     pieces: tuple[Piece, ...]
@@ -75,7 +78,7 @@ class Weights:
 
 
 def in_panels(weights: Weights, width: int) -> Weights:
-    """Loaded weights with their matrices laid out for the CPU's kernel; experts stay as they are.
+    """Loaded weights with their matrices laid out for the CPU's kernel, each expert's on their own.
 
     The layers of the given weights are replaced one by one, so that they are in memory twice only one by one.
     """
@@ -91,10 +94,17 @@ def in_panels(weights: Weights, width: int) -> Weights:
 
 
 def _ffn_in_panels(ffn: FeedForward, width: int) -> FeedForward:
-    if ffn.router is not None:
-        return ffn if ffn.shared is None else replace(ffn, shared=_ffn_in_panels(ffn.shared, width))
-    gate_up = to_panels(ffn.gate_up, 2, width, turned=True)  # so that gates, and ups, lie side by side
-    return replace(ffn, gate_up=gate_up, down=to_panels(ffn.down, 1, width))
+    def gates(weight: Leaf) -> Panels:
+        return to_panels(weight, 2, width, turned=True)  # so that gates, and ups, lie side by side
+
+    if ffn.router is None:
+        return replace(ffn, gate_up=gates(ffn.gate_up), down=to_panels(ffn.down, 1, width))
+    return replace(
+        ffn,
+        gate_up=tuple(gates(weight) for weight in ffn.gate_up),
+        down=tuple(to_panels(weight, 1, width) for weight in ffn.down),
+        shared=None if ffn.shared is None else _ffn_in_panels(ffn.shared, width),
+    )
 
 
 def abstract_weights(spec: ModelSpec) -> Weights:
@@ -124,9 +134,6 @@ def _norm(name: str, width: int) -> Param:
 
 def _layer(spec: ModelSpec, layer: Layer, prefix: str) -> LayerWeights:
     norms, width = spec.names.norms, spec.hidden_size
-    heads = (spec.num_kv_heads, spec.group_size, spec.head_dim)
-    flat = heads[0] * heads[1] * heads[2]
-    out = Piece(prefix + "self_attn.o_proj.weight", (width, flat), (width, *heads))
 
     def optional_norm(name: str | None) -> Param | None:
         return None if name is None else _norm(prefix + name, width)
@@ -135,7 +142,7 @@ def _layer(spec: ModelSpec, layer: Layer, prefix: str) -> LayerWeights:
         attn_norm=_norm(prefix + norms.attn, width),
         qkv=_qkv(spec, prefix + "self_attn.", "weight", (width,)),
         qkv_bias=_qkv(spec, prefix + "self_attn.", "bias", ()) if spec.qkv_bias else None,
-        out=Param((width, *heads), (None, "kv_heads", None, None), (out,)),
+        out=_out(spec, prefix + "self_attn.o_proj.weight"),
         out_bias=_whole(prefix + "self_attn.o_proj.bias", (width,), (None,)) if spec.out_bias else None,
         attn_post_norm=optional_norm(norms.attn_post),
         ffn_norm=_norm(prefix + norms.ffn, width),
@@ -144,24 +151,59 @@ def _layer(spec: ModelSpec, layer: Layer, prefix: str) -> LayerWeights:
     )
 
 
+def _out(spec: ModelSpec, name: str) -> Param:
+    width, head = spec.hidden_size, spec.head_dim
+    heads = (spec.num_kv_heads, spec.group_size, head)
+    stored = (width, (spec.num_stored_heads or spec.num_heads) * head)
+    pieces = tuple(
+        Piece(name, stored, (width, num, head), (slice(None), i, slice(0, num)), (1, first * head))
+        for i, first, num in _divided_queries(spec)
+    )
+    return Param(
+        (width, *heads),
+        (None, "kv_heads", None, None),
+        pieces or (Piece(name, stored, (width, *heads)),),
+    )
+
+
+def _divided_queries(spec: ModelSpec) -> Iterator[tuple[int, int, int]]:
+    """Of each KV head as it is held: its place, its first query head in the checkpoint, and how many those
+    are; nothing where all have as many."""
+    if spec.num_stored_heads is None:
+        return
+    of_stored = spec.num_stored_heads * spec.kv_repeat // spec.num_kv_heads
+    for i in range(spec.num_kv_heads):
+        head, part = divmod(i, spec.kv_repeat)
+        first = min(part * spec.group_size, of_stored)
+        if num := min(of_stored - first, spec.group_size):
+            yield i, head * of_stored + first, num
+
+
 def _qkv(spec: ModelSpec, prefix: str, kind: str, width: tuple[int, ...]) -> Param:
     """The weight (width = (D,)) or the bias (width = ()) of the fused q, k and v projection."""
     kv_heads, group, head = spec.num_kv_heads, spec.group_size, spec.head_dim
     stored = kv_heads // spec.kv_repeat
-    q_rows, kv_rows = kv_heads * group * head, stored * head
+    q_rows, kv_rows = (spec.num_stored_heads or spec.num_heads) * head, stored * head
     fused = q_rows + 2 * kv_rows
     start = dict(zip("qkv", (0, q_rows, q_rows + kv_rows), strict=True))
 
-    def piece(which: str, rows: int, view: tuple[int, ...], to: slice | int, repeat: int = 1) -> Piece:
+    def piece(
+        which: str, rows: int, view: tuple[int, ...], to: Index, *, first: int = 0, repeat: int = 1
+    ) -> Piece:
         name = f"{prefix}{'qkv' if spec.names.fused else which}_proj.{kind}"
         shape = (fused if spec.names.fused else rows, *width)
-        offset = (0, start[which] if spec.names.fused else 0)
-        return Piece(name, shape, (*view, *width), (slice(None), to), offset, repeat=repeat)
+        offset = (0, first + (start[which] if spec.names.fused else 0))
+        return Piece(name, shape, (*view, *width), to, offset, repeat=repeat)
 
+    every = slice(None)
+    queries = tuple(
+        piece("q", q_rows, (num, head), (i, slice(0, num)), first=first * head)
+        for i, first, num in _divided_queries(spec)
+    )
     pieces = (
-        piece("q", q_rows, (kv_heads, group, head), slice(0, group)),
-        piece("k", kv_rows, (stored, head), group, spec.kv_repeat),
-        piece("v", kv_rows, (stored, head), group + 1, spec.kv_repeat),
+        *(queries or (piece("q", q_rows, (kv_heads, group, head), (every, slice(0, group))),)),
+        piece("k", kv_rows, (stored, head), (every, group), repeat=spec.kv_repeat),
+        piece("v", kv_rows, (stored, head), (every, group + 1), repeat=spec.kv_repeat),
     )
     shape = (kv_heads, group + 2, head, *width)
     return Param(shape, ("kv_heads", *(None,) * (len(shape) - 1)), pieces)

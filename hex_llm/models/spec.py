@@ -102,6 +102,7 @@ class ModelSpec:
     eos_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"  # of the checkpoint, as its config says
     kv_repeat: int = 1  # each KV head is held this many times, so that every device has one
+    num_stored_heads: int | None = None  # query heads of the checkpoint, where num_heads are more
     names: CheckpointNames = field(default_factory=CheckpointNames)
 
     @property
@@ -130,7 +131,8 @@ class ModelSpec:
 
     def split_over(self, num_devices: int) -> ModelSpec:
         """This model as `num_devices` hold it: where there are fewer KV heads than devices, each head is
-        held several times. Refuses a number that does not divide, naming those that do."""
+        held several times and its query heads are divided, evenly thanks to some whose weights are zeros.
+        Refuses a number that does not divide, naming those that do."""
         if not self._divides(num_devices):
             sizes = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self._divides(n))
             raise ConfigError(
@@ -138,11 +140,20 @@ class ModelSpec:
                 f"{self.num_kv_heads} KV heads and feed-forward width can be split over {sizes} devices"
             )
         repeat = max(num_devices // self.num_kv_heads, 1)
-        return replace(self, num_kv_heads=self.num_kv_heads * repeat, kv_repeat=repeat)
+        num_kv_heads = self.num_kv_heads * repeat
+        num_heads = num_kv_heads * -(-self.group_size // repeat)
+        stored = None if num_heads == self.num_heads else self.num_heads
+        return replace(
+            self,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            kv_repeat=repeat,
+            num_stored_heads=stored,
+        )
 
     def _divides(self, n: int) -> bool:
         kv_fits = self.num_kv_heads % n == 0 or n % self.num_kv_heads == 0
-        return self.num_heads % n == 0 and kv_fits and all(size % n == 0 for size in self._ffn_sizes())
+        return n <= self.num_heads and kv_fits and all(size % n == 0 for size in self._ffn_sizes())
 
     def _ffn_sizes(self) -> set[int]:
         sizes = set()

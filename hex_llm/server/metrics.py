@@ -83,14 +83,14 @@ class Metrics(Observer):
             self._ends.labels(model_name, reason)
         phases = Histogram(
             "hex_llm:phase_seconds",
-            "Time of a request in queue, prefill and decode; of the host in each step.",
+            "Time of a request in queue, prefill and decode; of a step in schedule, dispatch, wait and rest.",
             ("model_name", "phase"),
             buckets=PHASE,
             registry=self.registry,
         )
         self._phases = {
             name: phases.labels(model_name, name)
-            for name in ("queue", "prefill", "decode", "schedule", "dispatch", "wait")
+            for name in ("queue", "prefill", "decode", "schedule", "dispatch", "wait", "rest")
         }
         self._http = Counter(
             "hex_llm:http_requests",
@@ -114,6 +114,7 @@ class Metrics(Observer):
         self._phases["schedule"].observe(stats.schedule_s)
         self._phases["dispatch"].observe(stats.dispatch_s)
         self._phases["wait"].observe(stats.wait_s)
+        self._phases["rest"].observe(stats.rest_s)
         if stats.num_tokens:
             self._step_tokens.observe(stats.num_tokens)
         self._pauses.add(pauses)

@@ -40,7 +40,7 @@ class Codec(Protocol):
 
 
 class TokenTexts(dict[int, str | None]):
-    """What tokens add to a text that has begun; None: their bytes are not whole characters. Made once each."""
+    """What tokens add to a text that has begun; None: their bytes are not whole characters."""
 
     def __init__(self, codec: Codec, skip_special_tokens: bool) -> None:
         self._codec, self._skip = codec, skip_special_tokens

@@ -157,25 +157,24 @@ def _assemble(param: Param, index: Slices, read: Read, dtype: np.dtype[Any]) -> 
 def _aligned(shape: list[int], dtype: np.dtype[Any]) -> Array:
     """Memory that a CPU device takes as it is, without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)  # costs nothing: new memory is zeros anyway
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _fill(out: Array, param: Param, index: Slices, read: Read) -> None:
     for piece in param.pieces:
-        target = (*piece.to, *(slice(None),) * (out.ndim - len(piece.to)))
+        places = list(zip(index, (*piece.to, *(slice(None),) * (out.ndim - len(piece.to))), strict=True))
+        if any(isinstance(at, int) and not cut.start <= at < cut.stop for cut, at in places):
+            continue  # it is another device's
         # An axis picked by a number is not the piece's; one picked by a part is never split.
         ranges = [
-            cut if place == slice(None) else slice(0, place.stop - place.start)
-            for cut, place in zip(index, target, strict=True)
-            if isinstance(place, slice)
+            cut if at == slice(None) else slice(0, at.stop - at.start)
+            for cut, at in places
+            if isinstance(at, slice)
         ]
-        row = target[0]
-        if isinstance(row, slice):
-            out[target] = _cut(piece, ranges, read)
-        elif index[0].start <= row < index[0].stop:
-            out[(row - index[0].start, *target[1:])] = _cut(piece, ranges, read)
+        target = tuple(at - cut.start if isinstance(at, int) else at for cut, at in places)
+        out[target] = _cut(piece, ranges, read)
 
 
 def _cut(piece: Piece, ranges: list[slice], read: Read) -> Array:

@@ -120,6 +120,15 @@ def test_each_step_is_one_message(worker: Running) -> None:
     assert sum(len(step.updates) for step in steps[1:]) >= 3 * 19  # the first may have come before the others
 
 
+@pytest.mark.parametrize("worker", ["FakeEngine(step_s=0.05)"], indirect=True)
+def test_a_step_tells_all_of_its_time_and_not_that_of_being_idle(worker: Running) -> None:
+    worker.next()
+    time.sleep(0.5)
+    worker.send(request("a", 5, 6, 7, max_tokens=10))
+    steps = [worker.next() for _ in range(4)]
+    assert all(0.05 <= step.stats.rest_s < 0.4 for step in steps)  # this engine has no phases of its own
+
+
 def test_an_idle_worker_waits(worker: Running) -> None:
     worker.next()
     worker.send(request("a", 5, max_tokens=1))

@@ -99,7 +99,9 @@ def test_the_life_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics.got_first_token(life)
     life.ended = start + 2.5
     metrics.ended(life, ["stop", "length"])
-    metrics.stepped(Stats(num_tokens=12, schedule_s=0.001, dispatch_s=0.002, wait_s=0.003), 3, [1.0])
+    metrics.stepped(
+        Stats(num_tokens=12, schedule_s=0.001, dispatch_s=0.002, wait_s=0.003, rest_s=0.004), 3, [1.0]
+    )
     metrics.stepped(Stats(), 0, [])
     found = told(metrics)
     assert found["vllm:prompt_tokens_total"] == 10
@@ -118,7 +120,7 @@ def test_the_life_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
         ("vllm:request_params_n", 2, 1),
         ("vllm:request_params_max_tokens", 9, 1),
         ("vllm:iteration_tokens_total", 12, 1),
-        ("hex_llm:phase_seconds", 0.5 + 0.25 + 1.0 + 0.006, 9),
+        ("hex_llm:phase_seconds", 0.5 + 0.25 + 1.0 + 0.010, 11),
     ):
         assert found[f"{name}_sum"] == pytest.approx(total), name
         assert found[f"{name}_count"] == count, name

@@ -8,8 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+import text_generation
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import OverloadedError, ValidationError
+from text_generation import errors as tgi_errors
 
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull
 from hex_llm.sampling_params import MAX_CHOICES, MAX_LOGPROBS, StructuredOutputs
@@ -414,10 +416,8 @@ def test_hugging_faces_client_chats(backend: FakeBackend) -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said
 
 
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 def test_tgis_own_client(backend: FakeBackend) -> None:
-    """It wants a huggingface_hub below 1, though it runs with later ones: `pip install --no-deps`."""
-    text_generation = pytest.importorskip("text_generation")
-    errors = pytest.importorskip("text_generation.errors")
     with live(backend) as url:
         client = text_generation.Client(url)
         whole = client.generate("hello", max_new_tokens=3, decoder_input_details=True, top_n_tokens=1)
@@ -429,8 +429,8 @@ def test_tgis_own_client(backend: FakeBackend) -> None:
         assert found[-1].generated_text == "hellooll"
         best = client.generate("abc", best_of=2, do_sample=True)
         assert len(best.details.best_of_sequences) == 1
-        with pytest.raises(errors.ValidationError, match="watermark"):
+        with pytest.raises(tgi_errors.ValidationError, match="watermark"):
             client.generate("hello", watermark=True)
         backend.error = QueueFull("x")
-        with pytest.raises(errors.OverloadedError):
+        with pytest.raises(tgi_errors.OverloadedError):
             client.generate("hello")

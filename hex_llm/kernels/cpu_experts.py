@@ -1,0 +1,64 @@
+"""Routed experts on one CPU, by its own product (cpu.py): experts are visited one after the other, a block of
+their rows at a time, so that the weights of those that nobody chose are not read."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import cdiv
+
+from hex_llm.kernels import cpu
+from hex_llm.kernels.cpu import Panels
+from hex_llm.kernels.experts import Activation, added_up, by_expert
+
+FEW_ROWS, MANY_ROWS = 8, 32  # of a block
+
+
+def visit(
+    x: jax.Array,
+    chosen: jax.Array,
+    scores: jax.Array,
+    gate_up: tuple[Panels, ...],
+    down: tuple[Panels, ...],
+    *,
+    activation: Activation,
+    scale_input: bool,
+) -> jax.Array:
+    """See kernels.experts.RoutedExperts; each expert's matrices are in panels of their own."""
+    num_tokens, per_token = chosen.shape
+    num_pairs = chosen.size
+    # No expert has more rows than there are tokens.
+    num_rows = min(num_tokens, FEW_ROWS if num_pairs <= FEW_ROWS * len(gate_up) else MANY_ROWS)
+    order, ends = by_expert(chosen, len(gate_up))
+    pairs = jnp.pad(order, (0, num_rows))
+    scale = scores.reshape(-1, 1)
+
+    def ask(expert: int, start: jax.Array, i: jax.Array, said: jax.Array) -> jax.Array:
+        first = start + i * num_rows
+        asked = lax.dynamic_slice_in_dim(pairs, first, num_rows)
+        # A single token is the same in every block: without a barrier XLA would ask all experts beforehand.
+        inputs, _ = lax.optimization_barrier((x[asked // per_token], i))
+        if scale_input:
+            inputs = inputs * scale[asked]
+        answers = cpu.matmul(_gated(inputs, gate_up[expert], activation), down[expert])
+        return lax.dynamic_update_slice_in_dim(said, answers, first, 0)
+
+    # A block may reach into the rows of the next expert, which then writes them anew, and past the last.
+    said = jnp.zeros((num_pairs + num_rows, x.shape[1]), x.dtype)
+    start = jnp.int32(0)
+    for expert in range(len(gate_up)):
+        num_blocks = cdiv(ends[expert] - start, num_rows)
+        said = lax.fori_loop(0, num_blocks, partial(ask, expert, start), said)
+        start = ends[expert]
+    said = said[jnp.argsort(order)]
+    return added_up(said if scale_input else said * scale, num_tokens)
+
+
+def _gated(x: jax.Array, gate_up: Panels, activation: Activation) -> jax.Array:
+    if activation is jax.nn.silu and cpu.can_gate(gate_up):
+        return cpu.silu_gated(x, gate_up)
+    hidden = cpu.matmul(x, gate_up)  # [T, F, 2]
+    return activation(hidden[..., 0]) * hidden[..., 1]

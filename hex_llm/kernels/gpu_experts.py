@@ -1,0 +1,232 @@
+"""Routed experts on NVIDIA GPUs: two grouped products by one Pallas-Triton kernel.
+
+Pairs lie in the order of their experts. A program takes a block of rows of one expert and a block of columns;
+it finds its expert from where the pairs of each one end. The first product gathers its rows from the tokens,
+and makes of gate and up what goes on; the second puts its rows where their pairs belong. It knows nothing of
+meshes: it sees the width of one device. docs/kernels.md tells why the tilings are as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from hex_llm.kernels.experts import Activation, added_up, by_expert
+from hex_llm.kernels.gpu_kernel import dot, index_grid, launched, next_power
+
+MIN_ROWS, MAX_ROWS = 16, 128
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut; all of it is chosen from shapes alone."""
+
+    rows: int  # of a block, all of one expert
+    columns: int  # of the result; of gate and up, so many of each
+    depth: int  # of the factors, at a time
+    together: int  # blocks of rows that run side by side, so that they share the weights
+    splits: int  # programs that share the depth of a tile; 1 where gates are made
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """What one of the two does."""
+
+    per_token: int
+    activation: Activation | None  # None: the second, without gates
+    scaled: bool  # by the scores
+    tiling: Tiling
+
+
+def can_visit(activation: str, dtype: Any) -> bool:
+    """Whether the kernel is for models like this. What it is not for, `experts.dense` does."""
+    known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+    return known and activation in ("silu", "gelu_tanh")  # Triton has no word for the other gelu
+
+
+def visit(
+    x: jax.Array,
+    chosen: jax.Array,
+    scores: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    activation: Activation,
+    scale_input: bool,
+    tilings: tuple[Tiling, Tiling] | None = None,
+) -> jax.Array:
+    """See kernels.experts.RoutedExperts. float32 products are exact, and there a row's result does not depend
+    on the others of the batch."""
+    tilings = tilings or (up_tiling(chosen, gate_up), down_tiling(chosen, down))
+    num_experts, width, _, num_inputs = gate_up.shape
+    num_tokens, per_token = chosen.shape
+    pairs = (*by_expert(chosen, num_experts), scores.reshape(-1))
+    both = gate_up.reshape(num_experts, 2 * width, num_inputs)
+    first = Product(per_token, activation, scale_input, tilings[0])
+    hidden = multiply(x, *pairs, both, (chosen.size, width), x.dtype, first)
+    second = Product(per_token, None, not scale_input, tilings[1])
+    splits = tilings[1].splits
+    summed = x.dtype if splits * per_token == 1 else jnp.float32
+    said = multiply(hidden, *pairs, down, (splits, chosen.size, len(x[0])), summed, second)
+    parts = said.reshape(splits, num_tokens, per_token, -1).swapaxes(0, 1)
+    return added_up(parts, num_tokens).astype(x.dtype)
+
+
+def up_tiling(chosen: jax.Array, gate_up: jax.Array) -> Tiling:
+    if gate_up.dtype == jnp.float32:  # the same for all batches, so that rows do not depend on their number
+        return Tiling(32, columns=32, depth=32, together=8, splits=1, warps=4, stages=2)
+    rows = _rows(chosen, gate_up)
+    if rows <= 16:  # bound by the weights: many reads ahead
+        return Tiling(rows, columns=32, depth=128, together=8, splits=1, warps=4, stages=4)
+    if rows <= 32:
+        return Tiling(rows, columns=64, depth=128, together=8, splits=1, warps=4, stages=3)
+    if rows <= 64:
+        return Tiling(rows, columns=64, depth=64, together=8, splits=1, warps=4, stages=4)
+    return Tiling(rows, columns=128, depth=64, together=16, splits=1, warps=8, stages=4)
+
+
+def down_tiling(chosen: jax.Array, down: jax.Array) -> Tiling:
+    if down.dtype == jnp.float32:
+        return Tiling(32, columns=32, depth=32, together=8, splits=1, warps=4, stages=2)
+    rows = _rows(chosen, down)
+    blocks = min(chosen.size, len(down)) * pl.cdiv(down.shape[1], 64)
+    if rows <= 32:
+        splits = max(min(1024 // blocks, 8), 1)  # so that all multiprocessors read
+        return Tiling(rows, columns=64, depth=128, together=8, splits=splits, warps=4, stages=4)
+    if rows <= 64:
+        return Tiling(rows, columns=128, depth=64, together=8, splits=1, warps=4, stages=4)
+    return Tiling(rows, columns=256, depth=64, together=16, splits=1, warps=8, stages=4)
+
+
+def _rows(chosen: jax.Array, weight: jax.Array) -> int:
+    """Half as many again as an expert has on average: of most experts one block, so that their weights are
+    read once."""
+    return min(max(next_power(pl.cdiv(3 * chosen.size, 2 * len(weight))), MIN_ROWS), MAX_ROWS)
+
+
+def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
+    """Of rows, however the pairs are spread."""
+    return (num_pairs + min(num_experts, num_pairs) * (rows - 1)) // rows
+
+
+def multiply(
+    x: jax.Array,
+    order: jax.Array,
+    ends: jax.Array,
+    scores: jax.Array,
+    weight: jax.Array,
+    out_shape: tuple[int, ...],
+    out_dtype: Any,
+    product: Product,
+) -> jax.Array:
+    """With gates: x [T, K], weight [E, 2 * N, K] -> [P, N], in the order of experts. Without: x [P, K] in
+    that order, weight [E, N, K] -> [splits, P, N], as pairs are numbered."""
+    tiling = product.tiling
+    num_blocks = most_blocks(len(order), len(weight), tiling.rows)
+    grid = (num_blocks * pl.cdiv(out_shape[-1], tiling.columns), tiling.splits)
+    out = jax.ShapeDtypeStruct(out_shape, out_dtype)
+    kernel = partial(_multiply_kernel, product=product, num_blocks=num_blocks)
+    return launched(kernel, grid, out, tiling.warps, tiling.stages)(order, ends, scores, x, weight)
+
+
+def _multiply_kernel(
+    order_ref: Any,  # [P]
+    ends_ref: Any,  # [E]
+    scores_ref: Any,  # [P]
+    x_ref: Any,
+    weight_ref: Any,
+    out_ref: Any,
+    *,
+    product: Product,
+    num_blocks: int,
+) -> None:
+    tiling, num_columns, depth = product.tiling, out_ref.shape[-1], x_ref.shape[1]
+    block, column_block = _tile(num_blocks, pl.cdiv(num_columns, tiling.columns), tiling.together)
+    split = pl.program_id(1)
+    expert, start, end = _rows_of(block, ends_ref, tiling.rows)
+
+    @pl.when(start < end)
+    def _() -> None:
+        place = start + lax.iota(jnp.int32, tiling.rows)
+        valid = place < end
+        # Of a place that is not stored to, an interpreted store writes back what was there: let it be none.
+        pair = plgpu.load(order_ref.at[place], mask=valid, other=len(order_ref))
+        column = column_block * tiling.columns + lax.iota(jnp.int32, tiling.columns)
+        # What is not there is read from somewhere else instead, and not stored.
+        here = jnp.minimum(column, num_columns - 1)
+        if product.activation is None:
+            source, matrices = jnp.where(valid, place, start), [here]
+        else:
+            source = jnp.minimum(lax.div(pair, product.per_token), len(x_ref) - 1)
+            matrices = [2 * here, 2 * here + 1]
+
+        def add(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+            deep = i * tiling.depth + lax.iota(jnp.int32, tiling.depth)
+            inside = None if depth % tiling.depth == 0 else deep < depth
+            rows = _read(x_ref, (), source, deep, inside)
+            return [
+                one + dot(rows, _read(weight_ref, (expert,), at, deep, inside).T)
+                for one, at in zip(sums, matrices, strict=True)
+            ]
+
+        length = pl.cdiv(pl.cdiv(depth, tiling.depth), tiling.splits)
+        first = split * length
+        last = jnp.minimum(first + length, pl.cdiv(depth, tiling.depth))
+        zeros = [jnp.zeros((tiling.rows, tiling.columns), jnp.float32) for _ in matrices]
+        sums = lax.fori_loop(first, last, add, zeros)
+        if product.scaled:
+            scale = plgpu.load(scores_ref.at[pair], mask=valid, other=0)
+            sums = [one * scale[:, None] for one in sums]
+        at: tuple[jax.Array, ...]
+        if product.activation is None:
+            out, at = sums[0], (split, *index_grid(pair, column[None, :]))
+        else:
+            out, at = product.activation(sums[0]) * sums[1], index_grid(place, column[None, :])
+        mask = valid[:, None] & (column < num_columns)[None, :]
+        plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=mask)
+
+
+def _tile(num_blocks: int, num_columns: int, together: int) -> tuple[jax.Array, jax.Array]:
+    """The block of rows and the block of columns of this program: `together` blocks of rows go through all
+    columns before the next ones begin."""
+    program = pl.program_id(0)
+    group = lax.div(program, together * num_columns)
+    size = jnp.minimum(num_blocks - group * together, together)
+    within = lax.rem(program, together * num_columns)
+    return group * together + lax.rem(within, size), lax.div(within, size)
+
+
+def _rows_of(block: jax.Array, ends_ref: Any, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The expert of a block, and where its pairs begin and end; a block too many begins at its end."""
+    num_experts = len(ends_ref)
+    expert = lax.iota(jnp.int32, next_power(num_experts))
+    # Experts that only fill up have no pairs.
+    end = ends_ref[jnp.minimum(expert, num_experts - 1)]
+    start = jnp.where(expert == 0, 0, ends_ref[jnp.clip(expert - 1, 0, num_experts - 1)])
+    num_blocks = pl.cdiv(end - start, rows)
+    before = lax.cumsum(num_blocks) <= block
+    found = jnp.sum(before.astype(jnp.int32))
+    own = jnp.minimum(found, num_experts - 1)
+    block -= jnp.sum(jnp.where(before, num_blocks, 0))
+    first = jnp.where(own == 0, 0, ends_ref[jnp.maximum(own - 1, 0)]) + block * rows
+    last = jnp.minimum(ends_ref[own], first + rows)
+    return own, first, jnp.where(found < num_experts, last, first)
+
+
+def _read(
+    ref: Any, leading: tuple[jax.Array, ...], row: jax.Array, column: jax.Array, inside: jax.Array | None
+) -> jax.Array:
+    """ref[*leading, row [R], column [C]]; 0 where a column is not inside."""
+    index = (*leading, *index_grid(row, column[None, :]))
+    if inside is None:
+        return plgpu.load(ref.at[index])
+    return plgpu.load(ref.at[index], mask=jnp.broadcast_to(inside[None, :], (len(row), len(column))), other=0)

@@ -1,0 +1,163 @@
+"""Every form of the routed experts against float64; the GPU's kernel interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_kernel
+from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.kernels.gpu_experts import Tiling
+
+SMALL = (Tiling(16, 16, 16, 2, 1, 4, 2), Tiling(16, 32, 16, 3, 2, 4, 2))
+# Chosen experts of each token, of 5.
+SPREADS: dict[str, Sequence[Sequence[int]]] = {
+    "one token": [(3, 1)],
+    "one choice": [(i * i % 5,) for i in range(21)],
+    "all to one": [(2,)] * 50,
+    "all to the last two": [(4, 3)] * 37,
+    "ragged, two experts empty": [(0, 4)] * 3 + [(4, 2)] * 30 + [(2, 0)],
+}
+
+
+def arguments(spread: Sequence[Sequence[int]], dtype: Any, width: int = 72, inputs: int = 88) -> list[Any]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.array(rng.standard_normal(shape) / shape[-1] ** 0.5, dtype)
+
+    chosen = jnp.array(spread, jnp.int32)
+    scores = jnp.array(rng.uniform(0.1, 1, chosen.shape), jnp.float32)
+    x = normal(len(spread), inputs) * inputs**0.5
+    return [x, chosen, scores, normal(5, width, 2, inputs), normal(5, inputs, width)]
+
+
+def run(visit: RoutedExperts, given: Sequence[Any], scale_input: bool = False) -> np.ndarray:
+    """Compiled in haste: what interprets kernels is long, and is run once."""
+    function = partial(visit, activation=jax.nn.silu, scale_input=scale_input)
+    hasty = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    with jax.default_matmul_precision("highest"):
+        out = jax.jit(function).lower(*given).compile(compiler_options=hasty)(*given)
+    return np.asarray(out.astype(jnp.float32))
+
+
+def expected(given: Sequence[Any], scale_input: bool) -> np.ndarray:
+    """Token by token, in float64."""
+    x, chosen, scores, gate_up, down = (np.asarray(jnp.asarray(a, jnp.float32), np.float64) for a in given)
+    out = np.zeros(x.shape)
+    for t, of_token in enumerate(chosen.astype(int)):
+        for j, expert in enumerate(of_token):
+            told = x[t] * scores[t, j] if scale_input else x[t]
+            gate, up = gate_up[expert, :, 0] @ told, gate_up[expert, :, 1] @ told
+            said = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
+            out[t] += said if scale_input else said * scores[t, j]
+    return out
+
+
+def in_panels(
+    x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, activation: Any, scale_input: bool
+) -> jax.Array:
+    """The CPU's form, which wants other weights."""
+    width = cpu.panel_width()
+    assert width is not None
+    ups = tuple(cpu.to_panels(weight, 2, width, turned=True) for weight in gate_up)
+    downs = tuple(cpu.to_panels(weight, 1, width) for weight in down)
+    return cpu_experts.visit(x, chosen, scores, ups, downs, activation=activation, scale_input=scale_input)
+
+
+FORMS: dict[str, Any] = {
+    "dense": experts.dense,
+    "ragged": experts.ragged,
+    "cpu": in_panels,
+    "gpu": gpu_experts.visit,
+    "gpu, small tiles": partial(gpu_experts.visit, tilings=SMALL),
+}
+
+
+@pytest.mark.parametrize("scale_input", [False, True])
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_visit_the_experts_that_they_chose(form: str, spread: str, scale_input: bool) -> None:
+    if form == "cpu" and jax.default_backend() != "cpu":
+        pytest.skip("a kernel for CPUs")
+    given = arguments(SPREADS[spread], jnp.float32)
+    out = run(FORMS[form], given, scale_input)
+    np.testing.assert_allclose(out, expected(given, scale_input), atol=3e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 300])
+def test_bfloat16_on_gpus(num_tokens: int) -> None:
+    """As many tokens as lead to each kind of tiling."""
+    rng = np.random.default_rng(1)
+    spread = [tuple(rng.permutation(5)[:2]) for _ in range(num_tokens)]
+    given = arguments(spread, jnp.bfloat16, width=136, inputs=152)
+    wanted = expected(given, scale_input=False)
+    error = np.linalg.norm(run(gpu_experts.visit, given) - wanted) / np.linalg.norm(wanted)
+    assert error < 4e-3  # what goes on and what comes out are rounded once each
+
+
+@pytest.mark.parametrize("form", ["cpu", "gpu"])
+def test_a_row_does_not_depend_on_its_neighbours(form: str) -> None:
+    rng = np.random.default_rng(2)
+    spread = [tuple(rng.permutation(5)[:2]) for _ in range(90)]
+    x, chosen, scores, *weights = arguments(spread, jnp.float32)
+    together = run(FORMS[form], [x, chosen, scores, *weights])
+    for part in (slice(0, 1), slice(17, 24)):
+        alone = run(FORMS[form], [x[part], chosen[part], scores[part], *weights])
+        np.testing.assert_array_equal(together[part], alone)
+
+
+@pytest.mark.parametrize("form", ["cpu", "gpu", "gpu, small tiles"])
+def test_experts_that_nobody_chose_are_not_read(form: str) -> None:
+    """They are not numbers, which even a weight of 0 would spread."""
+    x, chosen, scores, gate_up, down = arguments(SPREADS["ragged, two experts empty"], jnp.float32)
+    unread = jnp.array([1, 3])
+    given = [x, chosen, scores, gate_up.at[unread].set(jnp.nan), down.at[unread].set(jnp.nan)]
+    assert np.isfinite(run(FORMS[form], given)).all()
+
+
+def test_no_spread_needs_more_blocks_than_there_are() -> None:
+    for num_pairs, num_experts, rows in [(1, 8, 16), (2, 8, 16), (40, 3, 16), (47, 4, 16), (256, 8, 128)]:
+        alone = min(num_experts, num_pairs) - 1
+        worst = alone + -(-(num_pairs - alone) // rows)  # all but one expert have a single pair
+        most = gpu_experts.most_blocks(num_pairs, num_experts, rows)
+        assert worst <= most <= num_pairs // rows + num_experts
+
+
+def test_what_the_kernel_is_for() -> None:
+    assert gpu_experts.can_visit("silu", jnp.bfloat16)
+    assert gpu_experts.can_visit("gelu_tanh", jnp.float32)
+    assert not gpu_experts.can_visit("gelu", jnp.bfloat16)
+    assert not gpu_experts.can_visit("silu", jnp.float16)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype", "activation"),
+    [
+        (1, jnp.bfloat16, jax.nn.silu),
+        (40, jnp.float32, partial(jax.nn.gelu, approximate=True)),
+        (300, jnp.bfloat16, jax.nn.silu),
+    ],
+)
+def test_lowers_for_gpus(num_tokens: int, dtype: Any, activation: Any, monkeypatch: Any) -> None:
+    """As far as that goes without a GPU: to Triton's own language."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("it runs here")
+    monkeypatch.setattr(gpu_kernel, "_interpreted", lambda: False)
+    given = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype)
+    function = partial(gpu_experts.visit, activation=activation, scale_input=False)
+    lowered = jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("triton") >= 2
+
+
+def test_ragged_products_lower_for_tpus() -> None:
+    given = arguments(SPREADS["one choice"], jnp.bfloat16)
+    function = partial(experts.ragged, activation=jax.nn.silu, scale_input=True)
+    lowered = jax.jit(function).trace(*given).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("ragged_dot") >= 2

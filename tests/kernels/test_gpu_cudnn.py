@@ -1,0 +1,163 @@
+"""Prefills that cuDNN begins and our kernel continues: cuDNN's part in plain JAX, ours interpreted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from hex_llm.kernels import gpu, gpu_cudnn, gpu_kernel, reference
+from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.gpu_kernel import Options, Tiling
+from tests.kernels.test_gpu import check, ragged, run
+
+
+def plain_causal(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, window: int | None, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """As gpu_cudnn.causal; not a number is what it leaves undefined."""
+    num_rows, num_seqs, place = len(q), len(lengths), jnp.arange(len(q))
+    ends = jnp.cumsum(lengths)
+    owner = jnp.searchsorted(ends, place, side="right")
+    ago = place[:, None] - place
+    visible = (owner[:, None] == owner) & (ago >= 0) & (ago < (window or num_rows))
+    exact = [x.astype(jnp.float32) for x in (q, k, v)]
+    scores = jnp.einsum("tkgh,skh->kgts", *exact[:2], precision="highest") * scale
+    scores = jnp.where(visible, scores, -jnp.inf)
+    out = jnp.einsum("kgts,skh->tkgh", jax.nn.softmax(scores), exact[2], precision="highest")
+    logs = jax.nn.logsumexp(scores, axis=-1).reshape(-1, num_rows)
+    nth = place - (ends - lengths)[owner]
+    undefined = jnp.full((num_seqs, len(logs), num_rows), jnp.nan)
+    real = owner < num_seqs
+    placed = undefined.at[owner, :, nth].set(logs.T, mode="drop")
+    return jnp.where(real[:, None, None, None], out, jnp.nan).astype(q.dtype), placed
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The windows of layers that cuDNN's stand-in was asked for."""
+    windows = []
+
+    def causal(*arrays: Any, window: int | None, scale: float) -> Any:
+        windows.append(window)
+        return plain_causal(*arrays, window=window, scale=scale)
+
+    monkeypatch.setattr(gpu_cudnn, "causal", causal)
+    monkeypatch.setattr(gpu_cudnn, "can_attend", lambda *_: True)
+    monkeypatch.setattr(gpu, "MIN_CUDNN_ROWS", 1)
+    return windows
+
+
+RAGGED = [(0, 50), (100, 40), (0, 1), (290, 3), (64, 1)]  # (cached, new tokens)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunks", "mask", "group", "head_dim", "block_size"),
+    [
+        ([], RAGGED, Mask(), 1, 64, 16),
+        ([0, 299], RAGGED, Mask(window=70), 4, 16, 32),
+        ([5, 70], [(130, 60)], Mask(), 7, 96, 2048),
+        ([], [(0, 33), (0, 70)], Mask(window=5), 4, 16, 16),
+        ([3], [(0, 40)], Mask(), 4, 16, 8),
+    ],
+)
+def test_beside_the_reference(
+    decodes: list[int],
+    chunks: list[tuple[int, int]],
+    mask: Mask,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    begun: list[int | None],
+) -> None:
+    sizes = {"group": group, "head_dim": head_dim, "block_size": block_size, "dtype": jnp.bfloat16}
+    check(ragged(decodes, chunks, kv_heads=2, **sizes), mask)
+    assert begun == [mask.window]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [None, 90])
+def test_exactly(begun: list[int | None], splits: int, window: int | None) -> None:
+    """In float32, where nothing hides behind rounding, with keys in one split and in several."""
+    q, k, v, pages, batch = ragged([], RAGGED, kv_heads=2, group=3, num_padding=0)
+    options, tiling = Options(Mask(window), 0.25, None), Tiling(32, 16, splits, 32, warps=4, stages=2)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, batch: Batch) -> jax.Array:
+        pages, tickets = gpu.write_kv(k, v, pages, batch.slots)
+        rows = batch.positions, batch.sequences
+        return gpu.continued_prefill(q, k, v, *rows, pages, batch.prefill_tables, tickets, options, tiling)
+
+    out = run(attend, (q, k, v, pages, batch))
+    with jax.default_matmul_precision("highest"):
+        plain = partial(reference.paged_attention, mask=options.mask, scale=0.25, softcap=None)
+        expected, _ = run(plain, (q, k, v, pages, batch))
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_padding_becomes_zero_and_sequences_without_rows_do_no_harm(begun: list[int | None]) -> None:
+    q, k, v, pages, batch = ragged([], [(20, 30), (0, 5)], num_padding=82, dtype=jnp.bfloat16)
+    tables = jnp.pad(batch.prefill_tables, ((0, 3), (0, 0)))
+    batch = replace(batch, prefill_tables=tables)
+    options = {"mask": Mask(), "scale": 0.25, "softcap": None}
+    out, _ = run(gpu.paged_attention, (q, k, v, pages, batch), **options)
+    expected, _ = run(reference.paged_attention, (q, k, v, pages, batch), **options)
+    got, wanted = (np.asarray(x.astype(jnp.float32)) for x in (out, expected))
+    np.testing.assert_allclose(got[:35], wanted[:35], atol=2e-2, rtol=2e-2)
+    assert not got[35:].any()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "mask", "softcap", "begins"),
+    [
+        (gpu.MIN_CUDNN_ROWS, jnp.bfloat16, Mask(window=5), None, True),
+        (gpu.MIN_CUDNN_ROWS - 1, jnp.bfloat16, Mask(), None, False),
+        (gpu.MIN_CUDNN_ROWS, jnp.float32, Mask(), None, False),
+        (gpu.MIN_CUDNN_ROWS, jnp.bfloat16, Mask(chunk=64), None, False),
+        (gpu.MIN_CUDNN_ROWS, jnp.bfloat16, Mask(), 30.0, False),
+    ],
+)
+def test_what_cudnn_is_for(
+    num_rows: int,
+    dtype: Any,
+    mask: Mask,
+    softcap: float | None,
+    begins: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_cudnn, "can_attend", lambda *_: True)
+    q, pages = jnp.zeros((num_rows, 1, 1, 16), dtype), jnp.zeros((1, 16, 1, 2, 16), dtype)
+    assert gpu.cudnn_begins(q, pages, Options(mask, 0.25, softcap)) == begins
+
+
+def test_without_a_gpu_there_is_no_cudnn() -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is one")
+    assert not gpu_cudnn.can_attend(8, 4, 128, None)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_lowers_for_gpus(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cuDNN is asked for, and that the kernel that goes on becomes Triton's language."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("it runs here")
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(gpu_cudnn, "can_attend", lambda *_: True)
+    monkeypatch.setattr(gpu_kernel, "_interpreted", lambda: False)
+    monkeypatch.setattr(gpu, "MIN_CUDNN_ROWS", 1)
+    arguments = ragged([9], [(64, 40)] * num_seqs, dtype=jnp.bfloat16, group=4, head_dim=64)
+
+    def attend(*arguments: Any) -> Any:
+        return gpu.paged_attention(*arguments, mask=Mask(window=300), scale=0.1, softcap=None)
+
+    lowered = jax.jit(attend).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("triton") >= 3  # the write, decodes, prefills
+    assert "PADDING_CAUSAL" in lowered
+    assert "\\22sliding_window_length\\22: 300" in lowered
+    assert f"\\22max_seg_per_batch\\22: {num_seqs}" in lowered

@@ -1,0 +1,261 @@
+"""The GPU's routed experts: right beside all experts in float32, then their speed, one line for each case.
+
+Bytes are the weights of the experts that somebody chose, operations those of the pairs of a token and an
+expert. Experts are chosen at random. Calls follow one another in one program, as layers do; one layer's
+weights are many times the cache.
+
+    python tools/bench_moe.py [check] [speed] [sweep] [--models mixtral,scout] [--tokens 1,8,64,256,2048,8192]
+
+`speed` also times all experts for all tokens, and `jax.lax.ragged_dot`; `sweep` a list of tilings for each of
+the two products on its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hex_llm.kernels import experts, gpu_experts
+from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.kernels.gpu_experts import Product, Tiling
+
+REPEATS = 3
+FEW = (  # (columns, depth, splits, warps, stages) for blocks of few rows
+    (16, 256, 1, 4, 4),
+    (32, 128, 1, 4, 4),
+    (32, 256, 1, 4, 3),
+    (64, 64, 1, 4, 5),
+    (64, 128, 1, 4, 3),
+    (64, 128, 1, 8, 4),
+    (128, 64, 1, 4, 4),
+    (128, 64, 1, 8, 4),
+)
+MANY = (  # (columns, depth, warps, stages, together)
+    (64, 64, 4, 4, 16),
+    (128, 32, 8, 5, 16),
+    (128, 64, 4, 3, 16),
+    (128, 64, 8, 3, 16),
+    (128, 64, 8, 4, 8),
+    (128, 64, 8, 4, 16),
+    (256, 64, 8, 3, 16),
+    (256, 64, 8, 4, 16),
+)
+SPLITS = (1, 2, 4, 8)
+
+
+class Shape(NamedTuple):
+    num: int
+    per_token: int
+    inputs: int
+    width: int
+    scale_input: bool
+
+    def weights(self, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+        up = normal((self.num, self.width, 2, self.inputs), dtype, 0, self.inputs**-0.5)
+        return up, normal((self.num, self.inputs, self.width), dtype, 1, self.width**-0.5)
+
+    def routes(self, num_tokens: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+        rng = np.random.default_rng(seed)
+        chosen = rng.permuted(np.tile(np.arange(self.num), (num_tokens, 1)), axis=1)[:, : self.per_token]
+        scores = rng.uniform(0.1, 1, chosen.shape)
+        return jnp.array(chosen, jnp.int32), jnp.array(scores, jnp.float32)
+
+    def rate(self, each: float, chosen: jax.Array, part: float = 1.0) -> str:
+        """`part`: of the weights of an expert."""
+        weights = 3 * self.inputs * self.width * part
+        used = len(np.unique(np.asarray(chosen))) * weights * 2 / each / 1e12
+        return f"{each * 1e6:9.1f} us {used:6.2f} TB/s {chosen.size * weights * 2 / each / 1e12:6.0f} TFLOP/s"
+
+
+MODELS = {
+    "mixtral": Shape(8, 2, 4096, 14336, scale_input=False),
+    "scout": Shape(16, 1, 5120, 8192, scale_input=True),
+}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def normal(shape: tuple[int, ...], dtype: Any, seed: int, scale: float) -> jax.Array:
+    return (jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * scale).astype(dtype)
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    jax.block_until_ready(run())
+    found = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def compiled(function: Any, arguments: tuple[Any, ...]) -> Any:
+    """The program, or why there is none."""
+    try:
+        return jax.jit(function).lower(*arguments).compile()
+    except Exception as error:
+        return str(error).splitlines()[0][:110]
+
+
+def calls_of(num_tokens: int) -> int:
+    """In one program: enough that the host has no part in the time."""
+    return 16 if num_tokens <= 256 else 4
+
+
+def speed(name: str, tokens: list[int]) -> None:
+    shape = MODELS[name]
+    weights = shape.weights()
+    forms: dict[str, RoutedExperts] = {
+        "kernel": gpu_experts.visit,
+        "dense": experts.dense,
+        "ragged": experts.ragged,
+    }
+    for num_tokens in tokens:
+        chosen, scores = shape.routes(num_tokens)
+        x, calls = normal((num_tokens, shape.inputs), jnp.bfloat16, 2, 1.0), calls_of(num_tokens)
+        arguments = (x, chosen, scores, *weights)
+
+        def layers(x: jax.Array, *others: jax.Array, visit: RoutedExperts, calls: int = calls) -> jax.Array:
+            for _ in range(calls):
+                x = x + visit(x, *others, activation=jax.nn.silu, scale_input=shape.scale_input)
+            return x
+
+        with ThreadPoolExecutor(8) as pool:
+            made = [pool.submit(compiled, partial(layers, visit=v), arguments) for v in forms.values()]
+        for form, future in zip(forms, made, strict=True):
+            program = future.result()
+            about = f"{name:8} {num_tokens:5} tokens {form:7}"
+            if isinstance(program, str):
+                print(about, program, flush=True)
+                continue
+            each = seconds(partial(program, *arguments)) / calls
+            print(about, shape.rate(each, chosen), flush=True)
+
+
+def tilings(rows: int, gated: bool) -> list[Tiling]:
+    if rows <= 64:
+        found = [Tiling(rows, c, d, 8, s, w, n) for c, d, s, w, n in FEW]
+        more = SPLITS[1:] if not gated and rows <= 32 else ()
+        return found + [Tiling(rows, c, 128, 8, s, 4, 4) for s in more for c in (32, 64)]
+    halves = 2 if gated else 1
+    return [Tiling(rows, c, d, g, 1, w, n) for c, d, w, n, g in MANY if c * halves <= 256]
+
+
+def sweep(name: str, tokens: list[int]) -> None:
+    """The fastest tilings of each product, and those that are chosen, marked with *."""
+    shape = MODELS[name]
+    up, down = shape.weights()
+    for num_tokens in tokens:
+        chosen, _ = shape.routes(num_tokens)
+        picked = gpu_experts.up_tiling(chosen, up), gpu_experts.down_tiling(chosen, down)
+        sizes = {picked[0].rows, max(picked[0].rows // 2, 16)}
+        for gated, own in ((True, picked[0]), (False, picked[1])):
+            tried = sorted({own, *(t for rows in sizes for t in tilings(rows, gated))}, key=str)
+            timed = swept(shape, up if gated else down, num_tokens, gated, tried)
+            part = 2 / 3 if gated else 1 / 3
+            best = sorted(timed.items(), key=lambda one: one[1])[:5]
+            for tiling, each in [*best, (own, timed.get(own))]:
+                about = f"{name:8} {num_tokens:5} tokens {'up' if gated else 'down':4}"
+                shown = " ".join(f"{key} {value}" for key, value in vars(tiling).items())
+                rate = "failed" if each is None else shape.rate(each, chosen, part)
+                print(about, rate, " *" if tiling == own else "  ", shown, flush=True)
+
+
+def swept(
+    shape: Shape, weight: jax.Array, num_tokens: int, gated: bool, tried: list[Tiling]
+) -> dict[Tiling, float]:
+    """Seconds of one product for each tiling that compiles."""
+    chosen, scores = shape.routes(num_tokens)
+    pairs = (*experts.by_expert(chosen, shape.num), scores.reshape(-1))
+    num_pairs, calls = chosen.size, calls_of(num_tokens)
+    rows, depth = (num_tokens, shape.inputs) if gated else (num_pairs, shape.width)
+    x = normal((rows, depth), jnp.bfloat16, 3, 1.0)
+    matrices = weight.reshape(shape.num, -1, depth)
+
+    def products(tiling: Tiling, x: jax.Array, pairs: Any, matrices: jax.Array) -> Any:
+        product = Product(shape.per_token, jax.nn.silu if gated else None, True, tiling)
+        out_shape = (num_pairs, shape.width) if gated else (tiling.splits, num_pairs, shape.inputs)
+        dtype = x.dtype if gated else jnp.float32
+
+        @jax.jit
+        def multiply(x: jax.Array) -> jax.Array:  # traced once
+            return gpu_experts.multiply(x, *pairs, matrices, out_shape, dtype, product)
+
+        for _ in range(calls):
+            out = multiply(x)
+            x = x.at[0, 0].add(out.ravel()[0].astype(x.dtype))  # so that none is left out
+        return x
+
+    arguments = (x, pairs, matrices)
+    with ThreadPoolExecutor(14) as pool:
+        programs = list(pool.map(lambda tiling: compiled(partial(products, tiling), arguments), tried))
+    return {
+        tiling: seconds(partial(program, *arguments)) / calls
+        for tiling, program in zip(tried, programs, strict=True)
+        if not isinstance(program, str)
+    }
+
+
+def check() -> None:
+    """Beside all experts in float32; the last shape has weights of more than 4 GiB."""
+    for shape in (
+        Shape(8, 2, 1024, 1792, scale_input=False),
+        Shape(5, 3, 1000, 712, scale_input=False),
+        Shape(16, 1, 512, 1024, scale_input=True),
+        Shape(28, 1, 5120, 8192, scale_input=True),
+    ):
+        large = shape.num == 28
+        for dtype in (jnp.bfloat16,) if large else (jnp.bfloat16, jnp.float32):
+            weights = shape.weights(dtype)
+            for num_tokens in (3,) if large else (1, 8, 64, 300, 2048):
+                print(checked(shape, dtype, num_tokens, weights), flush=True)
+
+
+def checked(shape: Shape, dtype: Any, num_tokens: int, weights: tuple[jax.Array, jax.Array]) -> str:
+    options: dict[str, Any] = {"activation": jax.nn.silu, "scale_input": shape.scale_input}
+    visit = jax.jit(partial(gpu_experts.visit, **options))
+    routes = shape.routes(num_tokens)
+    x = normal((num_tokens, shape.inputs), dtype, 2, 1.0)
+    got = visit(x, *routes, *weights)
+    with jax.default_matmul_precision("highest"):
+        exact = [w.astype(jnp.float32) for w in weights]
+        wanted = jax.jit(partial(experts.dense, **options))(x.astype(jnp.float32), *routes, *exact)
+    error = jnp.linalg.norm(got.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
+    alone = visit(x[:1], *(part[:1] for part in routes), *weights)
+    same = bool(jnp.all(alone == got[:1]))
+    right = bool(error < (2e-6 if dtype == jnp.float32 else 6e-3)) and (same or dtype != jnp.float32)
+    verdict = "ok" if right else "WRONG"
+    return f"check {dtype.__name__} {tuple(shape)} {num_tokens}: error {error:.1e}, alone {same} {verdict}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", default=["check", "speed"], help="check, speed, sweep")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--tokens", default="1,8,64,256,2048,8192")
+    parser.add_argument("--triton-ragged-dot", action="store_true", help="JAX's own kernel for ragged_dot")
+    flags = parser.parse_args()
+    if flags.triton_ragged_dot:
+        jax.config.update("jax_ragged_dot_use_gpu_pallas_triton_lowering", True)
+    tokens = [int(n) for n in flags.tokens.split(",")]
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
+    for part in flags.parts:
+        start = time.perf_counter()
+        if part == "check":
+            check()
+        else:
+            for name in flags.models.split(","):
+                {"speed": speed, "sweep": sweep}[part](name, tokens)
+        print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Kernels alone for tools/tpu_compile.py, each chip on its own: what its models have not in their steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hex_llm.engine.batch import StepShape, unpack
+from hex_llm.engine.programs import Described
+from hex_llm.kernels import tpu
+from hex_llm.kernels.attention import Mask
+from hex_llm.kernels.int8 import int8_matmul
+from hex_llm.parallel.shardings import TP
+
+SHAPE = StepShape(16, 2, 256, 64)
+NUM_BLOCKS, BLOCK_SIZE = 512, 32
+
+
+class Heads(NamedTuple):
+    """As one device has them."""
+
+    num_kv: int
+    group: int
+    dim: int
+
+
+ATTENTION = {
+    "Llama-3.2-1B": Heads(8, 4, 64),
+    "SmolLM2-135M": Heads(3, 3, 64),
+    "Phi-3-mini": Heads(32, 1, 96),
+    "Gemma-7B over 4": Heads(4, 1, 256),
+    "Qwen2.5-7B over 4": Heads(1, 7, 128),
+    "Qwen2.5-14B": Heads(8, 5, 128),
+}
+
+
+def parts(mesh: Mesh | AbstractMesh, chip: str) -> dict[str, Described]:
+    device = AbstractDevice(chip, num_cores=1, platform="tpu")
+    seen = AbstractMesh((mesh.size,), (TP,), (AxisType.Auto,), abstract_device=device)
+    whole = NamedSharding(mesh, P())
+
+    def described(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    def attention(heads: Heads) -> Described:
+        def attend(q: Any, k: Any, v: Any, pages: Any, packed: Any) -> tuple[jax.Array, jax.Array]:
+            batch = unpack(packed, SHAPE).batch
+            return tpu.paged_attention(q, k, v, pages, batch, mask=Mask(), scale=0.1, softcap=None)
+
+        on_each = jax.shard_map(attend, mesh=seen, in_specs=P(), out_specs=P(), check_vma=False)
+        rows, num, width = SHAPE.num_tokens, heads.num_kv, heads.dim
+        pages = described(NUM_BLOCKS, BLOCK_SIZE, num, 2, tpu.padded_head_dim(width))
+        kv = described(rows, num, width)
+        packed = described(SHAPE.packed_size, dtype=jnp.int32)
+        arguments = (described(rows, num, heads.group, width), kv, kv, pages, packed)
+        return Described(on_each, arguments, (3,), whole)
+
+    def product(num_rows: int) -> Described:
+        weight, scales = described(14336, 4096, dtype=jnp.int8), described(14336, dtype=jnp.float32)
+        return Described(int8_matmul, (described(num_rows, 4096), weight, scales), (), whole)
+
+    found = {f"attention of {name}, {tuple(heads)}": attention(heads) for name, heads in ATTENTION.items()}
+    return found | {f"int8 product of {rows} rows": product(rows) for rows in (64, 2048)}
