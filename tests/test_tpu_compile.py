@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -34,23 +36,23 @@ ROW = Row("tiny", "decode", weights=1e9, pages=1e9, hbm=2e9, clock=1e9, floor_s=
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_of_every_model_lowers_with_the_kernel(name: str) -> None:
-    options = Namespace(layers=1, layouts="default", dump=None, programs="decode")
+    options = Namespace(layers=1, layouts="default", dump=None)
     sizes = Sizes(batch=8, context=64, prefill=64, tokens=4096, block_size=32, max_len=4096)
-    (job,) = tpu_compile.jobs_of(name, sizes, options, can_compile=False)
-    job.run(can_compile=False)
-    assert not job.fault
-    assert "1 calls of the kernel" in job.row.exchanges
-    assert job.row.compiled_s is None
-    assert "not known" in tpu_compile.line(job)
+    row = tpu_compile.run_here(f"{name}/decode", sizes, options, can_compile=False)
+    assert not row.fault
+    assert "1 calls of the kernel" in row.exchanges
+    assert row.compiled_s is None
+    assert "not known" in tpu_compile.line(row)
 
 
 def test_parts_lower_with_the_kernel() -> None:
-    options = Namespace(layouts="default", dump=None)
-    jobs = tpu_compile.jobs_of_parts(options, can_compile=False)
-    for job in (jobs[1], jobs[-1]):  # heads that lie apart, and a product of integers
-        job.run(can_compile=False)
-    assert not any(job.fault for job in jobs)
-    assert [job.row.exchanges.split()[2] for job in (jobs[1], jobs[-1])] == ["2", "0"], "calls of the kernel"
+    options = Namespace(layouts="default", dump=None, models="", programs="parts")
+    known = tpu_compile.labels(options)
+    rows = [  # heads that lie apart, and a product of integers
+        tpu_compile.run_here(label, SMALL, options, can_compile=False) for label in (known[1], known[-1])
+    ]
+    assert not any(row.fault for row in rows)
+    assert [row.exchanges.split()[2] for row in rows] == ["2", "0"], "calls of the kernel"
 
 
 @pytest.mark.parametrize("layouts", ["default", "auto"])
@@ -65,7 +67,7 @@ def test_what_is_read_from_a_compiled_step(layouts: str, tmp_path: Path) -> None
     program = tpu_compile.described(setting, SMALL)["decode"]
     job = Job("tiny-decode", program, ROW, layouts, tmp_path)
     job.run(can_compile=True)
-    assert not job.fault
+    assert not job.row.fault
     assert "7 all-reduce (2.33 a layer)" in job.row.exchanges, "two a layer, and the embedding's"
     held = tpu_compile.local_bytes(program.arguments[:2])
     assert job.row.total is not None
@@ -73,23 +75,32 @@ def test_what_is_read_from_a_compiled_step(layouts: str, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [tmp_path / "tiny-decode.hlo.gz"]
 
 
-def test_a_program_that_takes_too_long_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
-    class Slow(Job):
-        def run(self, can_compile: bool) -> None:
-            self.started = 0.0  # long ago
+@pytest.mark.parametrize(
+    ("child", "limit", "fault"),
+    [
+        ("import time; time.sleep(60)", 0.5, "no result after 0 s"),
+        ("import os; os.abort()", 60, "ended with code -6: "),
+        ("import sys; sys.exit('F1115 15:50:02.2 8 sort.cc:1] It broke.')", 60, "code 1: It broke."),
+    ],
+)
+def test_a_compiler_may_hang_or_abort(
+    child: str, limit: float, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **how: run([sys.executable, "-c", child], **how))
+    row = tpu_compile.run_apart("llama-3.1-8b/decode", Namespace(limit=limit))
+    assert (row.model, row.program) == ("llama-3.1-8b", "decode")
+    assert fault in row.fault
+    assert fault in tpu_compile.line(row)
 
-    class Quick(Job):
-        def run(self, can_compile: bool) -> None:
-            self.started, self.is_done = 1e12, True
 
-    jobs = [kind(kind.__name__, None, ROW, "default", None) for kind in (Slow, Quick)]  # type: ignore[arg-type]
-    saved: list[str] = []
-    save = lambda: saved.append(jobs[0].fault)  # noqa: E731
-    tpu_compile.run_all(jobs, can_compile=False, num_threads=1, limit_s=1.0, save=save)
-    assert saved == [jobs[0].fault] * 2
-    assert jobs[0].fault == "no result after 1 s"
-    assert not jobs[1].fault
-    assert len(capsys.readouterr().out.splitlines()) == 2
+def test_a_program_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Here it is only lowered."""
+    options = tpu_compile.arguments(["--layers=1", "--batch=8", "--max-len=4096", f"--dump={tmp_path}"])
+    row = tpu_compile.run_apart("llama-3.1-8b/choice", options)
+    assert not row.fault
+    assert row.program == "choice"
+    assert row.lowered_s > 0
 
 
 HLO = """

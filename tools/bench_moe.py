@@ -6,8 +6,8 @@ weights are many times the cache.
 
     python tools/bench_moe.py [check] [speed] [sweep] [--models mixtral,scout] [--tokens 1,8,64,256,2048,8192]
 
-`speed` also times all experts for all tokens, and `jax.lax.ragged_dot`; `sweep` a list of tilings for each of
-the two products on its own.
+`speed` also times all experts for all tokens; `sweep` a list of tilings for each of the two products on its
+own.
 """
 
 from __future__ import annotations
@@ -113,11 +113,7 @@ def calls_of(num_tokens: int) -> int:
 def speed(name: str, tokens: list[int]) -> None:
     shape = MODELS[name]
     weights = shape.weights()
-    forms: dict[str, RoutedExperts] = {
-        "kernel": gpu_experts.visit,
-        "dense": experts.dense,
-        "ragged": experts.ragged,
-    }
+    forms: dict[str, RoutedExperts] = {"kernel": gpu_experts.visit, "dense": experts.dense}
     for num_tokens in tokens:
         chosen, scores = shape.routes(num_tokens)
         x, calls = normal((num_tokens, shape.inputs), jnp.bfloat16, 2, 1.0), calls_of(num_tokens)
@@ -241,10 +237,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["check", "speed"], help="check, speed, sweep")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default="1,8,64,256,2048,8192")
-    parser.add_argument("--triton-ragged-dot", action="store_true", help="JAX's own kernel for ragged_dot")
     flags = parser.parse_args()
-    if flags.triton_ragged_dot:
-        jax.config.update("jax_ragged_dot_use_gpu_pallas_triton_lowering", True)
     tokens = [int(n) for n in flags.tokens.split(",")]
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
     for part in flags.parts:

@@ -3,24 +3,26 @@
     python -m tools.tpu_compile [--models llama-3.1-8b,...] [--layers 2] [--out table.md]
 
 Weights and pages are only described. Besides the steps there are, as `parts`, kernels alone in the shapes of
-other models. Where the `libtpu` package is installed (x86-64 Linux), the real
-compiler runs, for the programs that engine/runner.py compiles; elsewhere they are lowered for TPUs, which
-proves tracing and the kernel's lowering, and nothing about memory or speed. It needs jax, numpy and msgspec.
+other models. Where the `libtpu` package is installed (x86-64 Linux), the real compiler runs, for the programs
+that engine/runner.py compiles, each in its own process; elsewhere they are lowered for TPUs, which proves
+tracing and the kernel's lowering, and nothing about memory or speed. It needs jax, numpy and msgspec.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import json
 import math
 import os
 import re
+import subprocess
 import sys
-import threading
+import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,7 +133,7 @@ def setting_of(spec: ModelSpec, mesh: Mesh | AbstractMesh, chip: Chip, sizes: Si
         mesh,  # type: ignore[arg-type]
         SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size),
         programs.split_by_head(tpu.paged_attention, seen),
-        programs.split_by_width(experts.ragged, seen),
+        programs.split_by_width(experts.dense, seen),
     )
 
 
@@ -188,10 +190,10 @@ class Row(NamedTuple):
 
     model: str
     program: str
-    weights: float  # bytes of a chip, like those that follow
-    pages: float
-    hbm: float
-    clock: float
+    weights: float = 0.0  # bytes of a chip, like those that follow
+    pages: float = 0.0
+    hbm: float = 0.0
+    clock: float = 0.0
     floor_s: float = 0.0
     lowered_s: float = 0.0
     compiled_s: float | None = None
@@ -200,33 +202,30 @@ class Row(NamedTuple):
     estimated_s: float | None = None
     exchanges: str = ""
     copies: str = ""
+    fault: str = ""  # why the rest is not known
 
 
 class Job:
-    """One program: traced, lowered and, where there is a compiler, compiled. At the end `is_done` is set, and
-    `row` is complete or `fault` says why it is not."""
+    """One program: traced, lowered and, where there is a compiler, compiled. When it has run, `row` is
+    complete or has a fault."""
 
     def __init__(self, label: str, program: Program, row: Row, layouts: str, dump: Path | None) -> None:
         self.label, self.program, self.row, self.layouts, self.dump = label, program, row, layouts, dump
-        self.started: float | None = None
-        self.fault = ""
-        self.is_done = False
 
     def run(self, can_compile: bool) -> None:
-        self.started = time.monotonic()
+        started = time.monotonic()
         try:
             traced = self.program.traced(self.layouts)
             lowered = traced.lower() if can_compile else traced.lower(lowering_platforms=("tpu",))
-            self.row = self.row._replace(lowered_s=time.monotonic() - self.started)
+            self.row = self.row._replace(lowered_s=time.monotonic() - started)
             if can_compile:
                 self._measure(lowered)
             else:
                 calls = lowered.as_text().count("@tpu_custom_call")
                 self.row = self.row._replace(exchanges=f"not known; {calls} calls of the kernel are written")
         except Exception as e:
-            self.fault = f"{type(e).__name__}: {str(e)[:600]}"
+            self.row = self.row._replace(fault=f"{type(e).__name__}: {str(e)[:600]}")
             traceback.print_exc()
-        self.is_done = True
 
     def _measure(self, lowered: Any) -> None:
         start = time.monotonic()
@@ -235,7 +234,7 @@ class Job:
         memory, hlo = compiled.memory_analysis(), compiled.as_text()
         if self.dump:
             self.dump.mkdir(parents=True, exist_ok=True)
-            with gzip.open(self.dump / f"{self.label}.hlo.gz", "wt") as file:
+            with gzip.open(self.dump / f"{re.sub(r'[^a-z0-9.]+', '-', self.label)}.hlo.gz", "wt") as file:
                 file.write(hlo)
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         layers = self.program.num_layers
@@ -284,10 +283,9 @@ HEAD = (
 )
 
 
-def line(job: Job) -> str:
-    r = job.row
-    if job.fault:
-        return f"| {r.model} | {r.program} |" + " |" * 6 + f" {one_line(job.fault)} | | | |"
+def line(r: Row) -> str:
+    if r.fault:
+        return f"| {r.model} | {r.program} |" + " |" * 6 + f" {one_line(r.fault)} | | | |"
 
     def shown(value: float | None, unit: float, digits: int = 2) -> str:
         return "not known" if value is None else f"{value / unit:.{digits}f}"
@@ -349,72 +347,70 @@ def compiler_problem() -> str:
     return ""
 
 
-def jobs_of(name: str, sizes: Sizes, options: argparse.Namespace, can_compile: bool) -> list[Job]:
-    model = MODELS[name]
-    spec = model.spec(sizes.max_len, options.layers)
+def labels(options: argparse.Namespace) -> list[str]:
+    """Of the programs that are asked for: model/program, and parts/name."""
+    kinds, model = options.programs.split(","), next(iter(MODELS.values()))
+    found = [f"{name}/{kind}" for kind in kinds if kind != "parts" for name in options.models.split(",")]
+    known = parts(abstract_mesh(model), model.chip.kind) if "parts" in kinds else ()
+    return found + [f"parts/{name}" for name in known]
+
+
+def job_of(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: bool) -> Job:
+    name, kind = label.split("/", 1)
+    model = MODELS[name] if name in MODELS else next(iter(MODELS.values()))  # whose slice parts are on
     mesh = topology_mesh(model) if can_compile else abstract_mesh(model)
+    chip = (model.chip.hbm, model.chip.clock)
+    if name == "parts":
+        program, row = Program(parts(mesh, model.chip.kind)[kind]), Row(kind, "part", 0.0, 0.0, *chip)
+        return Job(label, program, row, options.layouts, options.dump)
+    spec = model.spec(sizes.max_len, options.layers)
     found = described(setting_of(spec, mesh, model.chip, sizes), sizes)
     weights, pages = found["decode"].arguments[:2]
-    floor = floors(spec, weights, pages, sizes, model.chip)
-    held = (local_bytes(weights), local_bytes(pages), model.chip.hbm, model.chip.clock)
+    floor = floors(spec, weights, pages, sizes, model.chip)[kind]
     shown = f"{name} ×{mesh.size} {model.slice}" + (f", {len(spec.layers)} layers" if options.layers else "")
-    return [
-        Job(
-            f"{name}-{kind}",
-            program,
-            Row(shown, kind, *held, floor[kind]),
-            options.layouts,
-            options.dump,
-        )
-        for kind, program in found.items()
-        if kind in options.programs
-    ]
+    row = Row(shown, kind, local_bytes(weights), local_bytes(pages), *chip, floor)
+    return Job(label, found[kind], row, options.layouts, options.dump)
 
 
-def jobs_of_parts(options: argparse.Namespace, can_compile: bool) -> list[Job]:
-    """On the slice of the first model."""
-    model = next(iter(MODELS.values()))
-    mesh = topology_mesh(model) if can_compile else abstract_mesh(model)
-    held = (0.0, 0.0, model.chip.hbm, model.chip.clock)
-    return [
-        Job(name.replace(" ", "-"), Program(part), Row(name, "part", *held), options.layouts, options.dump)
-        for name, part in parts(mesh, model.chip.kind).items()
-    ]
+def run_here(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: bool) -> Row:
+    try:
+        job = job_of(label, sizes, options, can_compile)
+    except Exception as e:
+        traceback.print_exc()
+        return Row(*label.split("/", 1), fault=f"{type(e).__name__}: {e}")
+    job.run(can_compile)
+    return job.row
 
 
-def run_all(
-    jobs: list[Job], can_compile: bool, num_threads: int, limit_s: float, save: Callable[[], None]
-) -> None:
-    """Prints each line when it is there, and saves. A compiler cannot be interrupted: what hangs is left
-    behind."""
-    waiting = list(jobs)
-    lock = threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                if not waiting:
-                    return
-                job = waiting.pop(0)
-            job.run(can_compile)
-
-    for _ in range(num_threads):
-        threading.Thread(target=work, daemon=True).start()
-    pending = list(jobs)
-    while pending:
-        time.sleep(0.2)
-        for job in list(pending):
-            late = job.started is not None and time.monotonic() - job.started > limit_s
-            if not job.is_done and late:
-                job.fault = f"no result after {limit_s:.0f} s"
-                threading.Thread(target=work, daemon=True).start()  # in place of the thread that hangs
-            if job.is_done or late:
-                pending.remove(job)
-                print(line(job), flush=True)
-                save()
+def run_apart(label: str, options: argparse.Namespace) -> Row:
+    """In a process of its own, since a compiler may abort it, or not come to an end."""
+    named = {
+        name: value for name, value in vars(options).items() if name not in ("out", "models", "programs")
+    }
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in named.items() if value is not None]
+    with tempfile.NamedTemporaryFile("r") as result:
+        command = [
+            sys.executable,
+            "-m",
+            "tools.tpu_compile",
+            f"--one={label}",
+            f"--out={result.name}",
+            *flags,
+        ]
+        several = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        try:
+            ended = subprocess.run(
+                command, env=several, capture_output=True, text=True, timeout=options.limit, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Row(*label.split("/", 1), fault=f"no result after {options.limit:.0f} s")
+        if told := result.read():
+            return Row(*json.loads(told))
+    fatal = re.findall(r"^F\d{4} .*\] (.*)$", ended.stderr, re.MULTILINE) or ended.stderr.splitlines()[-1:]
+    return Row(*label.split("/", 1), fault=f"ended with code {ended.returncode}: {' '.join(fatal)}")
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
     parser.add_argument("--programs", default="decode,prefill,choice,parts", help="which of these")
@@ -426,11 +422,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--max-len", type=int, default=8192)
     parser.add_argument("--layouts", choices=("default", "auto"), default="default", help="of weights")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="compilers at a time")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds for one program")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
+    parser.add_argument("--one", help="only this program, whose row goes to --out as JSON")
     parser.add_argument("--dump", type=Path, help="write the compiled programs to this folder")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def main() -> int:
@@ -439,6 +436,9 @@ def main() -> int:
         options.batch, options.context, options.prefill, options.tokens, options.block_size, options.max_len
     )
     problem = compiler_problem()
+    if options.one:
+        options.out.write_text(json.dumps(run_here(options.one, sizes, options, can_compile=not problem)))
+        return 0
     how = f"jax {jax.__version__}, " + (
         f"lowered for TPUs only, not compiled ({problem})" if problem else "compiled by libtpu"
     )
@@ -450,31 +450,20 @@ def main() -> int:
         "has the context's keys and values in it."
     )
     print(title, HEAD, sep="\n\n", flush=True)
-    jobs, faults = [], []
-    for name in options.models.split(","):
-        try:
-            jobs += jobs_of(name, sizes, options, can_compile=not problem)
-        except Exception as e:
-            traceback.print_exc()
-            faults.append(f"| {name} | |" + " |" * 6 + f" {one_line(f'{type(e).__name__}: {e}')} | | | |")
-            print(faults[-1], flush=True)
-    if "parts" in options.programs:
-        jobs += jobs_of_parts(options, can_compile=not problem)
-
-    def table() -> str:
-        ended = [line(job) for job in jobs if job.is_done or job.fault]
-        return "\n".join([title, "", HEAD, *ended, *faults, ""])
-
-    def save() -> None:
-        if options.out:
-            options.out.write_text(table())
-
-    run_all(jobs, not problem, options.threads, options.limit, save)
-    print("\n" + table(), flush=True)
-    return 1 if faults or any(job.fault for job in jobs) else 0
+    run = partial(run_here, sizes=sizes, options=options, can_compile=False)
+    rows: list[Row] = []
+    with ThreadPoolExecutor(1 if problem else options.processes) as pool:
+        running = [
+            pool.submit(run if problem else partial(run_apart, options=options), one)
+            for one in labels(options)
+        ]
+        for one in as_completed(running):
+            rows.append(one.result())
+            print(line(rows[-1]), flush=True)
+            if options.out:
+                options.out.write_text("\n".join([title, "", HEAD, *map(line, sorted(rows)), ""]))
+    return int(any(row.fault for row in rows))
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # threads that hang in a compiler would keep the process
+    raise SystemExit(main())

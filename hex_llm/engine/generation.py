@@ -18,13 +18,13 @@ class Generation:
         self.collector = collector
         self.timeline = timeline or Timeline()
         self.reasons: dict[int, str] = {}  # of the choices that have ended
+        self.ended = False
         # Called when there is news but not the end, instead of waking a reader who waits for it, which would
         # take longer than what most do with it: whether `collector.deltas()` were taken.
         self.take_now: Callable[[], bool] | None = None
         self._error: HexError | None = None
         self._has_news = False
         self._reader: asyncio.Future[None] | None = None  # waits for news
-        self.ended = False
         self._end = asyncio.Event()
 
     def output(self) -> RequestOutput:
@@ -42,10 +42,7 @@ class Generation:
                 yield delta
 
     async def take(self) -> list[Delta]:
-        """What is new, once something is; nothing: it has ended. Raises the error that ended it.
-
-        As the iterator, for those to whom time matters: this is done for each token.
-        """
+        """What is new, once something is; nothing: it has ended. Raises the error that ended it."""
         while True:
             if not self._has_news:
                 if self.ended:

@@ -67,7 +67,7 @@ class Described(NamedTuple):
     function: Program
     arguments: tuple[Any, ...]
     donated: tuple[int, ...]  # arguments that it may reuse
-    placed: Any  # where its results lie
+    placed: Any  # where its results lie, each of them
 
 
 def described(key: Key, setting: Setting, weights: Weights, pages: Pages, slots: jax.Array) -> Described:
@@ -84,7 +84,7 @@ def described(key: Key, setting: Setting, weights: Weights, pages: Pages, slots:
         case Choose(num_rows, most):
             logits = jax.ShapeDtypeStruct((num_rows, spec.vocab_size), jnp.float32, sharding=logits_lie)
             chosen = partial(choose_tokens, layout=layout, most=most)
-            return Described(chosen, (slots, logits, _ints(3, num_rows)), (0,), whole)
+            return Described(chosen, (slots, logits, _ints(3, num_rows)), (0,), (whole, whole))
         case Write(columns, num_rows):
             part = slice(0, layout.width) if columns == "all" else layout.allowed
             write = partial(write_rows, first_column=part.start)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +25,7 @@ from tqdm import tqdm
 
 from hex_llm.engine import programs
 from hex_llm.engine.batch import Ints, Paddings, StepShape, pack
+from hex_llm.engine.kept import KeptPrograms
 from hex_llm.engine.profile import Recorder
 from hex_llm.engine.programs import Choose, Key, Pages, Program, PromptLogprobs, Write
 from hex_llm.engine.results import unpack_logprobs
@@ -36,11 +39,9 @@ from hex_llm.models.params import Weights, in_panels
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES
 from hex_llm.types import StepPlan, TokenLogprobs
-from hex_llm.weights.source import private_folder
 
 log = logging.getLogger(__name__)
 
-KEPT_S = 0.05  # what takes longer to compile is kept
 PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
 # Every stretch of kernels as one CUDA graph: of one row's step, 5 % of the time lay between kernels.
 GPU_OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
@@ -70,7 +71,9 @@ class Runner:
         paddings: Paddings,
         num_blocks: int,
         dtype: np.dtype[Any],
+        kept_in: Path | None = None,
     ) -> None:
+        """`kept_in` is a folder for compiled programs."""
         config = paddings.config
         width = cpu_panel_width(spec, mesh, dtype)
         self.weights = weights if width is None else in_panels(weights, width)
@@ -85,6 +88,8 @@ class Runner:
         self._kinds = list(Wants) if self._platform == "gpu" else [Wants.ANYTHING]
         self.num_late_compiles = 0
         self._is_warm = False
+        self._none_is_tuned = threading.Event()
+        self._none_is_tuned.set()
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
         attend: PagedAttention = cpu.paged_attention
@@ -100,6 +105,7 @@ class Runner:
             programs.split_by_width(visit, mesh),
         )
         self._programs: dict[Key, Program] = {}
+        self._kept = None if kept_in is None else self._kept_programs(kept_in)
         self.recorder = Recorder(config.profile)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -153,8 +159,17 @@ class Runner:
     def warm_up(self, progress: bool = False) -> None:
         """Compiles every program that can be needed; on accelerators, also runs each step once."""
         keys = self.all_programs()
+        tuned = [key for key in keys if self._is_tuned(key)]
+        others = [key for key in keys if not self._is_tuned(key)]
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
-            list(tqdm(compilers.map(self._program, keys), "Compiling", len(keys), disable=not progress))
+            self._none_is_tuned.clear()
+            compiled = compilers.map(self._program, [*tuned, *others])
+            told = tqdm(compiled, "Compiling", len(keys), disable=not progress)
+            try:
+                list(islice(told, len(tuned)))
+            finally:
+                self._none_is_tuned.set()
+            list(told)
         if self._platform != "cpu":
             self._run_all()
         self._is_warm = True
@@ -192,15 +207,34 @@ class Runner:
 
     def _compile(self, key: Key) -> Any:
         function, arguments, donated, placed = self._described(key)
+        if self._kept is not None and (kept := self._kept.load(repr(key), arguments, placed)) is not None:
+            return kept
         with jax.default_matmul_precision(self._precision):
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=placed)
-            return jitted.lower(*arguments).compile(compiler_options=self._options(key))
+            lowered = jitted.lower(*arguments)
+            if not self._is_tuned(key):
+                self._none_is_tuned.wait()
+            compiled = lowered.compile(compiler_options=self._options(key))
+        if self._kept is not None:
+            self._kept.save(repr(key), compiled)
+        return compiled
+
+    def _kept_programs(self, folder: Path) -> KeptPrograms:
+        held = jax.tree.map(
+            lambda x: (x.shape, x.dtype.name, str(x.sharding)), (self.weights, self.pages, self.slots)
+        )
+        setting = (self.spec, self.layout, self.config.block_size, self.dtype.name, self._precision)
+        return KeptPrograms(folder, list(self.mesh.devices.flat), setting, held)
+
+    def _is_tuned(self, key: Key) -> bool:
+        """Whether the compiler chooses kernels by a stopwatch, beside which nothing else may compile. That is
+        worth it for one row's products: XLA's own kernels for them are the fastest."""
+        return self._platform == "gpu" and isinstance(key, StepShape) and key.num_tokens == 1
 
     def _options(self, key: Key) -> dict[str, Any] | None:
         if self._platform != "gpu":
             return None
-        one_row = isinstance(key, StepShape) and key.num_tokens == 1  # which XLA's own kernels do best
-        return GPU_OPTIONS if one_row else GPU_OPTIONS | UNTRIED_PRODUCTS
+        return GPU_OPTIONS if self._is_tuned(key) else GPU_OPTIONS | UNTRIED_PRODUCTS
 
     def _op_by_op(self, key: Key) -> Program:
         function = self._described(key).function
@@ -251,13 +285,6 @@ def _write_size(num_rows: int, most: int) -> int:
     return min(size, most)
 
 
-def keep_compiled(cache_dir: Path) -> None:
-    """Keeps what was compiled for the next start, unless the user has set a place for it."""
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        jax.config.update("jax_compilation_cache_dir", str(private_folder(cache_dir / "compiled")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_S)
-
-
 def cpu_panel_width(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> int | None:
     """Of the CPU's own kernels; None where they cannot be used."""
     if mesh.size > 1 or _platform(mesh) != "cpu" or dtype != np.float32:
@@ -283,8 +310,6 @@ def accelerated_attention(
 def accelerated_experts(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> RoutedExperts:
     """Like accelerated_attention, for the experts that tokens choose."""
     platform = _platform(mesh)
-    if platform == "tpu":
-        return experts.ragged
     if platform == "gpu" and gpu_experts.can_visit(spec.activation, dtype):
         return gpu_experts.visit
     if platform != "cpu" and any(layer.experts for layer in spec.layers):

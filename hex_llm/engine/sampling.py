@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
@@ -133,10 +134,32 @@ def logprobs_of(logits: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax
     total = jnp.log(jnp.sum(jnp.exp(logits - best), axis=-1, keepdims=True))
     chosen = jnp.take_along_axis(logits, jnp.maximum(token_ids, 0)[:, None], axis=-1)
     rank = 1 + _count(logits > chosen)
-    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    top, top_ids = _largest(logits, min(MAX_LOGPROBS, logits.shape[-1]))
     lacking = ((0, 0), (0, MAX_LOGPROBS - top.shape[-1]))
     top_logprobs = jnp.pad(top - best - total, lacking, constant_values=-jnp.inf)
     return (chosen - best - total)[:, 0], rank, jnp.pad(top_ids, lacking), top_logprobs
+
+
+def _largest(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+    """[N, num] each: the largest logits, falling, and their tokens; of equal ones the first token first."""
+    return lax.platform_dependent(
+        logits, tpu=partial(_largest_by_passes, num=num), default=lambda x: tuple(lax.top_k(x, num))
+    )
+
+
+def _largest_by_passes(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+    """One pass over the vocabulary for each: where it is split, top_k makes the TPU's compiler abort (libtpu
+    0.0.48.1)."""
+    keys = _flip_negatives(lax.bitcast_convert_type(logits, jnp.int32))
+    token_ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+
+    def take(left: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        largest = lax.argmax(left, 1, jnp.int32)
+        # Less than any float's key, so that none is taken twice, not even where only -inf is left.
+        return jnp.where(token_ids == largest[:, None], jnp.int32(-(2**31)), left), largest
+
+    _, found = lax.scan(take, keys, length=num)
+    return jnp.take_along_axis(logits, found.T, axis=-1), found.T
 
 
 def _no_logprobs(num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

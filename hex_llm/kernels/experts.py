@@ -1,5 +1,6 @@
-"""The routed experts of a feed-forward: one signature for all platforms, chosen once; and two forms in plain
-XLA. It does not know how experts are chosen, nor that their width may be split over devices.
+"""The routed experts of a feed-forward: one signature for all platforms, chosen once; and one form of it.
+
+It does not know how experts are chosen, nor that their width may be split over devices.
 
 A *pair* is a token with one of the experts that it chose: number token * k + choice, of P = T * k. Letters of
 shapes: E experts, k of them for each token; the others as in kernels/attention.py.
@@ -12,12 +13,8 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.lax import RaggedDotDimensionNumbers
 
 Activation = Callable[[jax.Array], jax.Array]
-
-# Rows in groups, each times the transposed matrix of its group.
-_GROUPED = RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 
 
 class RoutedExperts(Protocol):
@@ -65,29 +62,6 @@ def dense(
     if not scale_input:
         hidden = hidden * weights
     return jnp.einsum("etf,edf->td", hidden, down)
-
-
-def ragged(
-    x: jax.Array,
-    chosen: jax.Array,
-    scores: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    *,
-    activation: Activation,
-    scale_input: bool,
-) -> jax.Array:
-    """See RoutedExperts. For TPUs, whose compiler knows products of ragged groups; others make them dense."""
-    num_experts, width, _, num_inputs = gate_up.shape
-    order, ends = by_expert(chosen, num_experts)
-    sizes = jnp.diff(ends, prepend=0)
-    scale = scores.reshape(-1)[order, None].astype(x.dtype)
-    inputs = x[order // chosen.shape[1]]
-    both = gate_up.reshape(num_experts, 2 * width, num_inputs)
-    hidden = jax.lax.ragged_dot_general(inputs * scale if scale_input else inputs, both, sizes, _GROUPED)
-    gate, up = jnp.moveaxis(hidden.reshape(len(order), width, 2), 2, 0)
-    said = jax.lax.ragged_dot_general(activation(gate) * up, down, sizes, _GROUPED)
-    return added_up((said if scale_input else said * scale)[jnp.argsort(order)], len(x))
 
 
 def added_up(said: jax.Array, num_tokens: int) -> jax.Array:

@@ -81,9 +81,7 @@ class Told:
 
     def __init__(self, backend: Backend, jobs: Sequence[Job], say: Callable[[News], bytes]) -> None:
         self._say = say
-        self._generation: Generation | None = (
-            None  # the only one, of one choice; so none fails before the end
-        )
+        self._generation: Generation | None = None  # if there is but one, and one choice
         self._pieces = self._made(backend, jobs)
 
     def __aiter__(self) -> Pieces:
@@ -117,7 +115,7 @@ class Told:
 
     async def _of_one(self, generations: Sequence[Generation]) -> AsyncGenerator[News, None]:
         [generation] = generations
-        if generation.collector.request.params.num_choices == 1:
+        if generation.collector.request.params.num_choices == 1:  # so that none fails before the end
             self._generation = generation
         async for delta in generation:
             yield News(0, generation, delta)

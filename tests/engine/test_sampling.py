@@ -524,3 +524,13 @@ def test_a_vocabulary_spread_over_devices_gives_the_same_tokens() -> None:
         chosen(logits, greedy, slots).token_ids,
         chosen(spread, jax.device_put(greedy, NamedSharding(mesh, P())), everywhere[1]).token_ids,
     )
+
+
+def test_the_largest_by_passes_are_those_of_a_sort() -> None:
+    logits = np.random.default_rng(3).integers(-9, 9, (N, V)).astype(np.float32)  # many are equal
+    logits[1, 5:] = -np.inf
+    logits[2, 7] = np.inf
+    by_sort = jax.lax.top_k(logits, MAX_LOGPROBS)
+    by_passes = jax.jit(partial(sampling._largest_by_passes, num=MAX_LOGPROBS))(logits)
+    np.testing.assert_array_equal(by_passes[0], by_sort[0])
+    np.testing.assert_array_equal(by_passes[1], by_sort[1])

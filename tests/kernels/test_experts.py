@@ -73,7 +73,6 @@ def in_panels(
 
 FORMS: dict[str, Any] = {
     "dense": experts.dense,
-    "ragged": experts.ragged,
     "cpu": in_panels,
     "gpu": gpu_experts.visit,
     "gpu, small tiles": partial(gpu_experts.visit, tilings=SMALL),
@@ -154,10 +153,3 @@ def test_lowers_for_gpus(num_tokens: int, dtype: Any, activation: Any, monkeypat
     function = partial(gpu_experts.visit, activation=activation, scale_input=False)
     lowered = jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("triton") >= 2
-
-
-def test_ragged_products_lower_for_tpus() -> None:
-    given = arguments(SPREADS["one choice"], jnp.bfloat16)
-    function = partial(experts.ragged, activation=jax.nn.silu, scale_input=True)
-    lowered = jax.jit(function).trace(*given).lower(lowering_platforms=("tpu",))
-    assert lowered.as_text().count("ragged_dot") >= 2
