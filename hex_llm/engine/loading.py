@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,9 +12,8 @@ import numpy as np
 from hex_llm.config import EngineConfig
 from hex_llm.engine.batch import Paddings
 from hex_llm.engine.engine import Engine
-from hex_llm.engine.kept import folder_for_programs
 from hex_llm.engine.memory import account, explained, num_kv_blocks
-from hex_llm.engine.runner import Runner
+from hex_llm.engine.runner import Runner, keep_compiled
 from hex_llm.errors import ConfigError
 from hex_llm.models.families import model_spec
 from hex_llm.parallel.shardings import make_mesh
@@ -34,8 +32,8 @@ def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, T
     """Fetches, loads and, with --warmup, compiles all that requests can need."""
     files = open_files(config)
     tokenizer = load_tokenizer(config, files)
-    kept_in = folder_for_programs(config.cache_dir)
-    engine = build_engine(config, files, tokenizer, progress, kept_in)
+    keep_compiled(config.cache_dir)
+    engine = build_engine(config, files, tokenizer, progress)
     if config.warmup:
         with explained(config, "compiling", describe_memory(engine)):
             engine.warm_up(progress)
@@ -58,11 +56,7 @@ def load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
 
 
 def build_engine(
-    config: EngineConfig,
-    files: ModelFiles,
-    tokenizer: Tokenizer | None,
-    progress: bool = False,
-    kept_in: Path | None = None,
+    config: EngineConfig, files: ModelFiles, tokenizer: Tokenizer | None, progress: bool = False
 ) -> Engine:
     spec = model_spec(files.config, max_model_len=config.max_model_len, sliding_window=config.sliding_window)
     _check_hosts(config)
@@ -82,7 +76,7 @@ def build_engine(
         "allocating the KV cache",
         str(account(weights, [], None, devices, num_blocks, config.block_size)),
     ):
-        runner = Runner(held, weights, mesh, paddings, num_blocks, dtype, kept_in)
+        runner = Runner(held, weights, mesh, paddings, num_blocks, dtype)
     grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
     return Engine(config, held, runner, num_blocks, grammars)
 

@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from hex_llm.engine import programs
 from hex_llm.engine.batch import Ints, Paddings, StepShape, pack
-from hex_llm.engine.kept import KeptPrograms
 from hex_llm.engine.profile import Recorder
 from hex_llm.engine.programs import Choose, Key, Pages, Program, PromptLogprobs, Write
 from hex_llm.engine.results import unpack_logprobs
@@ -39,9 +38,11 @@ from hex_llm.models.params import Weights, in_panels
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES
 from hex_llm.types import StepPlan, TokenLogprobs
+from hex_llm.weights.source import private_folder
 
 log = logging.getLogger(__name__)
 
+KEPT_S = 0.05  # what takes longer to compile is kept
 PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
 # Every stretch of kernels as one CUDA graph: of one row's step, 5 % of the time lay between kernels.
 GPU_OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
@@ -71,9 +72,7 @@ class Runner:
         paddings: Paddings,
         num_blocks: int,
         dtype: np.dtype[Any],
-        kept_in: Path | None = None,
     ) -> None:
-        """`kept_in` is a folder for compiled programs."""
         config = paddings.config
         width = cpu_panel_width(spec, mesh, dtype)
         self.weights = weights if width is None else in_panels(weights, width)
@@ -105,7 +104,6 @@ class Runner:
             programs.split_by_width(visit, mesh),
         )
         self._programs: dict[Key, Program] = {}
-        self._kept = None if kept_in is None else self._kept_programs(kept_in)
         self.recorder = Recorder(config.profile)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -207,24 +205,12 @@ class Runner:
 
     def _compile(self, key: Key) -> Any:
         function, arguments, donated, placed = self._described(key)
-        if self._kept is not None and (kept := self._kept.load(repr(key), arguments, placed)) is not None:
-            return kept
         with jax.default_matmul_precision(self._precision):
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=placed)
             lowered = jitted.lower(*arguments)
             if not self._is_tuned(key):
                 self._none_is_tuned.wait()
-            compiled = lowered.compile(compiler_options=self._options(key))
-        if self._kept is not None:
-            self._kept.save(repr(key), compiled)
-        return compiled
-
-    def _kept_programs(self, folder: Path) -> KeptPrograms:
-        held = jax.tree.map(
-            lambda x: (x.shape, x.dtype.name, str(x.sharding)), (self.weights, self.pages, self.slots)
-        )
-        setting = (self.spec, self.layout, self.config.block_size, self.dtype.name, self._precision)
-        return KeptPrograms(folder, list(self.mesh.devices.flat), setting, held)
+            return lowered.compile(compiler_options=self._options(key))
 
     def _is_tuned(self, key: Key) -> bool:
         """Whether the compiler chooses kernels by a stopwatch, beside which nothing else may compile. That is
@@ -283,6 +269,13 @@ def _write_size(num_rows: int, most: int) -> int:
     while size < num_rows:
         size *= 8
     return min(size, most)
+
+
+def keep_compiled(cache_dir: Path) -> None:
+    """Keeps what was compiled for the next start, unless the user has set a place for it."""
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(private_folder(cache_dir / "compiled")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_S)
 
 
 def cpu_panel_width(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> int | None:
