@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from hex_llm.models.families import model_spec
 from hex_llm.models.spec import ModelSpec
+from tools.gpu_common import LLAMA_8B
 
 
 class Chip(NamedTuple):
@@ -44,7 +45,6 @@ def _llama_rope(factor: float, high: float, max_len: int) -> dict[str, Any]:
 
 
 LLAMA_ROPE = _llama_rope(8.0, 4.0, 131072)
-LLAMA_8B = _config("Llama", 32, 4096, 14336, 32, 128256, **LLAMA_ROPE)
 LLAMA_70B = _config("Llama", 80, 8192, 28672, 64, 128256, **LLAMA_ROPE)
 GEMMA_2_9B = _config("Gemma2", 42, 3584, 14336, 16, 256000, head_dim=256, max_position_embeddings=8192)
 MIXTRAL_8X7B = _config("Mixtral", 32, 4096, 14336, 32, 32000, rope_theta=1e6, max_position_embeddings=32768)

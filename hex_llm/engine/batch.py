@@ -19,7 +19,6 @@ Ints = npt.NDArray[np.int32]
 
 PER_TOKEN = 4  # numbers: its position, span, row and KV slot
 PER_ROW = 3  # numbers besides the block table: its last token, its slot, and where the choice is written
-MIN_CHOICES = 8  # fewer rows cost nearly as much
 MIN_PREFILL_TOKENS = 32  # fewer cost nearly as much, so they share this shape
 FINE_SIZES = 8  # multiples of decode_seqs_padding; past them, four sizes for each doubling
 MIXED_STEP = 4  # sizes of steps that decode and prefill are powers of it: two sizes multiply
@@ -43,9 +42,8 @@ class StepShape(NamedTuple):
 
     @property
     def num_choices(self) -> int:
-        """Rows that tokens are chosen for: one, or a power of two from MIN_CHOICES on, so that few programs
-        do it."""
-        return 1 if self.num_rows == 1 else max(1 << (self.num_rows - 1).bit_length(), MIN_CHOICES)
+        """Rows that tokens are chosen for: the next power of two, so that few programs do it."""
+        return 1 << (self.num_rows - 1).bit_length()
 
     @property
     def packed_size(self) -> int:

@@ -312,8 +312,7 @@ def accelerated_experts(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> Ro
 
 def _attends_on_tpu(spec: ModelSpec, mesh: Mesh, block_size: int, dtype: np.dtype[Any]) -> bool:
     num_kv_heads, masks = spec.num_kv_heads // mesh.size, [layer.mask for layer in spec.layers]
-    fits = tpu.can_attend(num_kv_heads, spec.head_dim, block_size, masks, dtype)
-    return _platform(mesh) == "tpu" and fits
+    return _platform(mesh) == "tpu" and tpu.can_attend(num_kv_heads, spec.head_dim, block_size, masks, dtype)
 
 
 def allocate_pages(

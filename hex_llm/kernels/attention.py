@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 
 class Mask(NamedTuple):
@@ -17,6 +19,16 @@ class Mask(NamedTuple):
 
     window: int | None = None  # the last `window` tokens, itself included
     chunk: int | None = None  # its own stretch of `chunk` positions
+
+
+def first_key(position: jax.Array, mask: Mask) -> jax.Array:
+    """The first key that a query sees."""
+    first = jnp.zeros_like(position)
+    if mask.window is not None:
+        first = jnp.maximum(position - mask.window + 1, 0)
+    if mask.chunk is not None:
+        first = jnp.maximum(first, lax.div(position, mask.chunk) * mask.chunk)
+    return first
 
 
 @jax.tree_util.register_dataclass

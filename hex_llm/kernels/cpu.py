@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -68,6 +69,14 @@ def matmul(x: jax.Array, weight: Panels) -> jax.Array:
     if weight.turned:
         return out.reshape(len(x), *reversed(weight.outputs)).swapaxes(1, 2)
     return out.reshape(len(x), *weight.outputs)
+
+
+def gated(x: jax.Array, gate_up: Panels, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """x [T, D] and [F, 2, D] -> [T, F]: the activation of the gates times the ups."""
+    if activation is jax.nn.silu and can_gate(gate_up):
+        return silu_gated(x, gate_up)
+    both = matmul(x, gate_up)  # [T, F, 2]
+    return activation(both[..., 0]) * both[..., 1]
 
 
 def silu_gated(x: jax.Array, gate_up: Panels) -> jax.Array:

@@ -43,7 +43,7 @@ def visit(
         inputs, _ = lax.optimization_barrier((x[asked // per_token], i))
         if scale_input:
             inputs = inputs * scale[asked]
-        answers = cpu.matmul(_gated(inputs, gate_up[expert], activation), down[expert])
+        answers = cpu.matmul(cpu.gated(inputs, gate_up[expert], activation), down[expert])
         return lax.dynamic_update_slice_in_dim(said, answers, first, 0)
 
     # A block may reach into the rows of the next expert, which then writes them anew, and past the last.
@@ -55,10 +55,3 @@ def visit(
         start = ends[expert]
     said = said[jnp.argsort(order)]
     return added_up(said if scale_input else said * scale, num_tokens)
-
-
-def _gated(x: jax.Array, gate_up: Panels, activation: Activation) -> jax.Array:
-    if activation is jax.nn.silu and cpu.can_gate(gate_up):
-        return cpu.silu_gated(x, gate_up)
-    hidden = cpu.matmul(x, gate_up)  # [T, F, 2]
-    return activation(hidden[..., 0]) * hidden[..., 1]

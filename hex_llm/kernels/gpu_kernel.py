@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.attention import Mask
+from hex_llm.kernels.attention import Mask, first_key
 
 HIDDEN = -1e30  # a score that is not seen; finite, so that rows without any key yet stay numbers
 NO_PEAK = -1e20  # the maximum of no scores: far below any that is seen, far above HIDDEN
@@ -168,7 +168,7 @@ def _attend_kernel(
             sequence, position = sequences_ref[start], plgpu.load(positions_ref.at[row], mask=valid, other=0)
             lowest, highest = jnp.min(jnp.where(valid, position, LAST)), jnp.max(position)
         end_key = cached if goes_on else highest + 1
-        first, length, num_splits = _splits(_first_key(lowest, options.mask), end_key, tiling)
+        first, length, num_splits = _splits(first_key(lowest, options.mask), end_key, tiling)
         begin = first + split * length
         stop = jnp.minimum(begin + length, end_key)
         mask = _both(valid, inside, at.shape)
@@ -199,7 +199,7 @@ def _attend_kernel(
             if goes_on:  # the first split does, the others are added to it
                 taken, nth = valid & (split == 0), position - cached
                 running = _continued(begun_refs, (sequence, row, nth, query_head, at), taken, inside, options)
-            all_from = None if options.mask == Mask() else _first_key(highest, options.mask)
+            all_from = None if options.mask == Mask() else first_key(highest, options.mask)
             for masked, low, high in _stretches(begin, stop, lowest + 1, all_from, one_row, tiling.keys):
                 running = lax.fori_loop(low, high, partial(add, masked), running)
             peak, total, values = running
@@ -304,18 +304,8 @@ def _stretches(
     return [*before, (False, middle, middle_end), (True, middle_end, high)]
 
 
-def _first_key(position: jax.Array, mask: Mask) -> jax.Array:
-    """The first key that a query sees."""
-    first = jnp.zeros_like(position)
-    if mask.window is not None:
-        first = jnp.maximum(position - mask.window + 1, 0)
-    if mask.chunk is not None:
-        first = jnp.maximum(first, lax.div(position, mask.chunk) * mask.chunk)
-    return first
-
-
 def _visible(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
-    return (key <= query) & (key >= _first_key(query, mask))
+    return (key <= query) & (key >= first_key(query, mask))
 
 
 def _slots(tables_ref: Any, sequence: jax.Array, start: jax.Array, keys: int, block_size: int) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import cdiv
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.attention import Batch, Mask, first_key
 from hex_llm.kernels.reference import write_kv
 
 LANES = 128  # what a TPU holds side by side: heads and the rows of a table are filled up to multiples of it
@@ -192,12 +192,7 @@ def prefill_runs(
 def _first_block(positions: jax.Array, mask: Mask, block_size: int) -> jax.Array:
     """The first that runs see which begin at these positions. A chunk begins with a block, so that what
     lies before it is left out exactly; of a window's first block the kernel hides what is not seen."""
-    first = jnp.zeros_like(positions)
-    if mask.window is not None:
-        first = jnp.maximum(positions - mask.window + 1, 0)
-    if mask.chunk is not None:
-        first = jnp.maximum(first, positions // mask.chunk * mask.chunk)
-    return first // block_size
+    return first_key(positions, mask) // block_size
 
 
 def _width(tables: jax.Array, num_rows: int, mask: Mask, block_size: int) -> int:

@@ -130,8 +130,8 @@ def gated_mlp(x: jax.Array, w: FeedForward, activation: Activation) -> jax.Array
         return linear_columns(activation(gate_up[:, 0]) * gate_up[:, 1], w.down, w.down_bias).T
 
     if isinstance(w.gate_up, Panels):
-        if activation is jax.nn.silu and w.gate_up_bias is None and cpu.can_gate(w.gate_up):
-            return linear(cpu.silu_gated(x, w.gate_up), w.down, w.down_bias)
+        if w.gate_up_bias is None:
+            return linear(cpu.gated(x, w.gate_up, activation), w.down, w.down_bias)
         return tokens_first(x, w)
     return jax.lax.platform_dependent(x, w, cpu=tokens_last, default=tokens_first)
 
