@@ -113,10 +113,11 @@ ENTRY %main (a: bf16[64,32]) -> bf16[64,32] {
   %bitcast_copy_fusion.3 = bf16[2048]{0:T(1024)} fusion(%a), kind=kLoop, calls=%fused_computation
   %all-gather-start.1 = (bf16[4,32]{1,0}, bf16[16,32]{1,0}) all-gather-start(%x), dimensions={0}
   %all-reduce.4 = (f32[8]{0}, f32[8]{0}) all-reduce(%y, %z), to_apply=%add
+  %kernel.1 = f32[8]{0} custom-call(%y), backend_config="KERNEL"
   %fusion.5 = f32[8]{0} fusion(%y), backend_config={"window_config":{"estimated_cycles":"12"}}
   %all-gather-done.1 = bf16[16,32]{1,0} all-gather-done(%all-gather-start.1)
 }
-"""
+""".replace("KERNEL", "TUzvUgFN" * 20_000)  # must not take a time that grows with its square
 
 
 def test_reading_a_compiled_program() -> None:

@@ -53,7 +53,8 @@ from tools.tpu_parts import parts
 
 DTYPE = jnp.bfloat16
 LARGE = 1 << 20  # elements of a parameter whose copies matter
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+SUMS, MOVES = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all", "collective-permute")
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 @dataclass(frozen=True)
@@ -149,29 +150,40 @@ def local_bytes(tree: Any) -> int:
     return sum(local_elements(x) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+class Instruction(NamedTuple):
+    name: str
+    result: str  # its type
+    opcode: str
+
+
+def instructions(hlo: str) -> list[Instruction]:
+    """Anchored to lines: those of a kernel are tens of thousands of letters long."""
+    found = re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(", hlo, re.MULTILINE)
+    return [Instruction(*one) for one in found]
+
+
 def collectives(hlo: str) -> Counter[str]:
-    names = "|".join(COLLECTIVES)
-    return Counter(re.findall(rf" ({names})(?:-start)?\(", hlo))
+    opcodes = (one.opcode.removesuffix("-start") for one in instructions(hlo))
+    return Counter(opcode for opcode in opcodes if opcode in SUMS + MOVES)
 
 
 def largest_gathered(hlo: str) -> int:
     """Elements of the largest result of an exchange that is no sum."""
-    results = re.findall(r"= \(?([^=]*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", hlo)
-    return max(
-        (_elements(dims) for result in results for dims in re.findall(r"\w+\[([\d,]*)\]", result)), default=0
-    )
+    moved = [one for one in instructions(hlo) if one.opcode.removesuffix("-start") in MOVES]
+    return max((_elements(dims) for one in moved for _, dims in ARRAY.findall(one.result)), default=0)
 
 
 def materialised(hlo: str, sizes: set[int]) -> Counter[str]:
     """Instructions of the main computation that write out as many elements as a parameter has: what a
     compiler adds when it wants it in another layout. Copies into vector memory, S(1), are reads ahead."""
-    entry = hlo[hlo.find("\nENTRY ") :]
     found: Counter[str] = Counter()
-    pattern = r"%?(\S+) = (\w+)\[([\d,]*)\](\S*) (copy|fusion|transpose|reshape)\("
-    for name, kind, dims, layout, opcode in re.findall(pattern, entry):
-        if _elements(dims) in sizes and "S(1)" not in layout:
+    for name, result, opcode in instructions(hlo[hlo.find("\nENTRY ") :]):
+        array = ARRAY.match(result)
+        if opcode not in ("copy", "fusion", "transpose", "reshape") or array is None or "S(1)" in result:
+            continue
+        if _elements(array[2]) in sizes:
             what = re.sub(r"[.\d]+$", "", name) if opcode == "fusion" else opcode
-            found[f"{what} {kind}[{dims}]"] += 1
+            found[f"{what} {array[0]}"] += 1
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,8 +33,8 @@ def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, T
     """Fetches, loads and, with --warmup, compiles all that requests can need."""
     files = open_files(config)
     tokenizer = load_tokenizer(config, files)
-    keep_compiled(config.cache_dir)
-    engine = build_engine(config, files, tokenizer, progress)
+    kept_in = keep_compiled(config.cache_dir)
+    engine = build_engine(config, files, tokenizer, progress, kept_in)
     if config.warmup:
         with explained(config, "compiling", describe_memory(engine)):
             engine.warm_up(progress)
@@ -56,7 +57,11 @@ def load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
 
 
 def build_engine(
-    config: EngineConfig, files: ModelFiles, tokenizer: Tokenizer | None, progress: bool = False
+    config: EngineConfig,
+    files: ModelFiles,
+    tokenizer: Tokenizer | None,
+    progress: bool = False,
+    kept_in: Path | None = None,
 ) -> Engine:
     spec = model_spec(files.config, max_model_len=config.max_model_len, sliding_window=config.sliding_window)
     _check_hosts(config)
@@ -76,7 +81,7 @@ def build_engine(
         "allocating the KV cache",
         str(account(weights, [], None, devices, num_blocks, config.block_size)),
     ):
-        runner = Runner(held, weights, mesh, paddings, num_blocks, dtype)
+        runner = Runner(held, weights, mesh, paddings, num_blocks, dtype, kept_in)
     grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
     return Engine(config, held, runner, num_blocks, grammars)
 

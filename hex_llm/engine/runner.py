@@ -12,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +24,7 @@ from tqdm import tqdm
 
 from hex_llm.engine import programs
 from hex_llm.engine.batch import Ints, Paddings, StepShape, pack
+from hex_llm.engine.kept import KeptPrograms
 from hex_llm.engine.profile import Recorder
 from hex_llm.engine.programs import Choose, Key, Pages, Program, PromptLogprobs, Write
 from hex_llm.engine.results import unpack_logprobs
@@ -72,7 +72,9 @@ class Runner:
         paddings: Paddings,
         num_blocks: int,
         dtype: np.dtype[Any],
+        kept_in: Path | None = None,
     ) -> None:
+        """`kept_in` is a folder for compiled programs."""
         config = paddings.config
         width = cpu_panel_width(spec, mesh, dtype)
         self.weights = weights if width is None else in_panels(weights, width)
@@ -104,6 +106,7 @@ class Runner:
             programs.split_by_width(visit, mesh),
         )
         self._programs: dict[Key, Program] = {}
+        self._kept = None if kept_in is None else self._kept_programs(kept_in)
         self.recorder = Recorder(config.profile)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -162,9 +165,10 @@ class Runner:
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             self._none_is_tuned.clear()
             compiled = compilers.map(self._program, [*tuned, *others])
-            told = tqdm(compiled, "Compiling", len(keys), disable=not progress)
+            told = iter(tqdm(compiled, "Compiling", len(keys), disable=not progress))
             try:
-                list(islice(told, len(tuned)))
+                for _ in tuned:
+                    next(told)
             finally:
                 self._none_is_tuned.set()
             list(told)
@@ -205,12 +209,24 @@ class Runner:
 
     def _compile(self, key: Key) -> Any:
         function, arguments, donated, placed = self._described(key)
+        if self._kept is not None and (kept := self._kept.load(repr(key), arguments, placed)) is not None:
+            return kept
         with jax.default_matmul_precision(self._precision):
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=placed)
             lowered = jitted.lower(*arguments)
             if not self._is_tuned(key):
                 self._none_is_tuned.wait()
-            return lowered.compile(compiler_options=self._options(key))
+            compiled = lowered.compile(compiler_options=self._options(key))
+        if self._kept is not None:
+            self._kept.save(repr(key), compiled)
+        return compiled
+
+    def _kept_programs(self, folder: Path) -> KeptPrograms:
+        held = jax.tree.map(
+            lambda x: (x.shape, x.dtype.name, str(x.sharding)), (self.weights, self.pages, self.slots)
+        )
+        setting = (self.spec, self.layout, self.config.block_size, self._precision, held)
+        return KeptPrograms(folder, list(self.mesh.devices.flat), *setting)
 
     def _is_tuned(self, key: Key) -> bool:
         """Whether the compiler chooses kernels by a stopwatch, beside which nothing else may compile. That is
@@ -271,11 +287,13 @@ def _write_size(num_rows: int, most: int) -> int:
     return min(size, most)
 
 
-def keep_compiled(cache_dir: Path) -> None:
-    """Keeps what was compiled for the next start, unless the user has set a place for it."""
+def keep_compiled(cache_dir: Path) -> Path | None:
+    """Lets JAX keep what was compiled for the next start, unless the user has set a place for it. On GPUs
+    also a folder for KeptPrograms."""
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(private_folder(cache_dir / "compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_S)
+    return private_folder(cache_dir / "programs") if jax.default_backend() == "gpu" else None
 
 
 def cpu_panel_width(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> int | None:

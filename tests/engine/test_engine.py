@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from hex_llm.engine import programs
+from hex_llm.engine.batch import StepShape
 from hex_llm.engine.engine import NO_TOKEN, Engine
-from hex_llm.engine.runner import Choose
+from hex_llm.engine.runner import Choose, Runner
 from hex_llm.engine.sampling import Wants
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
@@ -400,6 +402,31 @@ def test_a_late_compilation_is_counted_or_refused(folder: Path, caplog: pytest.L
     assert told["r", 0][-1].finish_reason is FinishReason.ERROR
     assert "--recompile=error" in told["r", 0][-1].error
     assert told["s", 0][-1].finish_reason is FinishReason.LENGTH, "it has another shape"
+
+
+def test_what_is_tuned_is_compiled_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a stopwatch chooses kernels."""
+    events: list[str] = []
+    compile_it = jax.stages.Lowered.compile
+
+    def watched(lowered: jax.stages.Lowered, **options: Any) -> Any:
+        events.append("begin")
+        time.sleep(0.1)
+        compiled = compile_it(lowered, **options)
+        events.append("end")
+        return compiled
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", watched)
+    monkeypatch.setattr(
+        Runner, "_is_tuned", lambda _, key: isinstance(key, StepShape) and key.num_tokens == 1
+    )
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    engine = make_engine(folder, max_decode_seqs=2, max_model_len=32, prefill_len_padding=16)
+    engine.warm_up()
+    keys = engine.runner.all_programs()
+    assert set(engine.runner._programs) == set(keys)
+    assert len(events) == 2 * len(keys)
+    assert events[:3] == ["begin", "end", "begin"]
 
 
 def test_nothing_else_is_compiled_on_the_way(folder: Path) -> None:
