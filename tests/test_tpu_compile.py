@@ -45,6 +45,15 @@ def test_a_layer_of_every_model_lowers_with_the_kernel(name: str) -> None:
     assert "not known" in tpu_compile.line(row)
 
 
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "llama-4-scout"])
+def test_experts_of_many_tokens_lower_with_their_kernel(name: str) -> None:
+    options = Namespace(layers=1, layouts="default", dump=None)
+    sizes = Sizes(batch=8, context=64, prefill=512, tokens=4096, block_size=32, max_len=4096)
+    row = tpu_compile.run_here(f"{name}/prefill", sizes, options, can_compile=False)
+    assert not row.fault
+    assert "3 calls of the kernel" in row.exchanges, "attention, and two products"
+
+
 def test_parts_lower_with_the_kernel() -> None:
     options = Namespace(layouts="default", dump=None, models="", programs="parts")
     known = tpu_compile.labels(options)

@@ -60,7 +60,7 @@ class Shape(NamedTuple):
     scale_input: bool
 
     def weights(self, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
-        up = normal((self.num, self.width, 2, self.inputs), dtype, 0, self.inputs**-0.5)
+        up = normal((self.num, 2, self.width, self.inputs), dtype, 0, self.inputs**-0.5)
         return up, normal((self.num, self.inputs, self.width), dtype, 1, self.width**-0.5)
 
     def routes(self, num_tokens: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:

@@ -44,7 +44,7 @@ from hex_llm.engine.batch import StepShape
 from hex_llm.engine.programs import Described
 from hex_llm.engine.sampling import Wants
 from hex_llm.engine.slots import SlotLayout
-from hex_llm.kernels import experts, tpu
+from hex_llm.kernels import tpu, tpu_experts
 from hex_llm.models.params import Param, abstract_weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, TP, make_mesh, sharding
@@ -134,7 +134,7 @@ def setting_of(spec: ModelSpec, mesh: Mesh | AbstractMesh, chip: Chip, sizes: Si
         mesh,  # type: ignore[arg-type]
         SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size),
         programs.split_by_head(tpu.paged_attention, seen),
-        programs.split_by_width(experts.dense, seen),
+        programs.split_by_width(tpu_experts.visit, seen),
     )
 
 

@@ -175,7 +175,7 @@ def split_by_width(visit: RoutedExperts, mesh: Mesh) -> RoutedExperts:
     """Each device has its own part of every expert's width; what they say is summed over the devices."""
     if mesh.size == 1:
         return visit
-    whole, gate_up, down = P(), P(None, TP, None, None), P(None, None, TP)
+    whole, gate_up, down = P(), P(None, None, TP, None), P(None, None, TP)
 
     def split(*arrays: Any, **options: Any) -> jax.Array:
         def local(*arrays: Any) -> jax.Array:

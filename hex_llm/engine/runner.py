@@ -31,7 +31,7 @@ from hex_llm.engine.results import unpack_logprobs
 from hex_llm.engine.sampling import Wants
 from hex_llm.engine.slots import SlotLayout
 from hex_llm.errors import HexError
-from hex_llm.kernels import cpu, cpu_experts, experts, gpu, gpu_experts, reference, tpu
+from hex_llm.kernels import cpu, cpu_experts, experts, gpu, gpu_experts, reference, tpu, tpu_experts
 from hex_llm.kernels.attention import PagedAttention
 from hex_llm.kernels.experts import RoutedExperts
 from hex_llm.models.params import Weights, in_panels
@@ -323,6 +323,8 @@ def accelerated_experts(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> Ro
     platform = _platform(mesh)
     if platform == "gpu" and gpu_experts.can_visit(spec.activation, dtype):
         return gpu_experts.visit
+    if platform == "tpu" and dtype == jnp.bfloat16:
+        return tpu_experts.visit
     if platform != "cpu" and any(layer.experts for layer in spec.layers):
         log.warning("no kernel for experts with %s in %s: a slower one is used", spec.activation, dtype)
     return experts.dense

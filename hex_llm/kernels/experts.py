@@ -25,7 +25,7 @@ class RoutedExperts(Protocol):
         x: jax.Array,  # [T, D]
         chosen: jax.Array,  # [T, k], of a token all different
         scores: jax.Array,  # [T, k] float32
-        gate_up: Any,  # [E, F, 2, D]
+        gate_up: Any,  # [E, 2, F, D]
         down: Any,  # [E, D, F]
         *,
         activation: Activation,
@@ -57,7 +57,7 @@ def dense(
     spread = jnp.zeros((len(x), len(gate_up)), jnp.float32).at[rows, chosen].set(scores)
     weights = spread.astype(x.dtype).T[:, :, None]  # [E, T, 1]
     inputs = x * weights if scale_input else jnp.broadcast_to(x, (len(gate_up), *x.shape))
-    hidden = jnp.einsum("etd,efcd->cetf", inputs, gate_up)
+    hidden = jnp.einsum("etd,ecfd->cetf", inputs, gate_up)
     hidden = activation(hidden[0]) * hidden[1]
     if not scale_input:
         hidden = hidden * weights

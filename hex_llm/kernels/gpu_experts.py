@@ -67,7 +67,7 @@ def visit(
     """See kernels.experts.RoutedExperts. float32 products are exact, and there a row's result does not depend
     on the others of the batch."""
     tilings = tilings or (up_tiling(chosen, gate_up), down_tiling(chosen, down))
-    num_experts, width, _, num_inputs = gate_up.shape
+    num_experts, _, width, num_inputs = gate_up.shape
     num_tokens, per_token = chosen.shape
     pairs = (*by_expert(chosen, num_experts), scores.reshape(-1))
     both = gate_up.reshape(num_experts, 2 * width, num_inputs)
@@ -167,7 +167,7 @@ def _multiply_kernel(
             source, matrices = jnp.where(valid, place, start), [here]
         else:
             source = jnp.minimum(lax.div(pair, product.per_token), len(x_ref) - 1)
-            matrices = [2 * here, 2 * here + 1]
+            matrices = [here, num_columns + here]
 
         def add(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
             deep = i * tiling.depth + lax.iota(jnp.int32, tiling.depth)

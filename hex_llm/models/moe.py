@@ -29,6 +29,6 @@ def moe(
     activation: Activation,
     visit: RoutedExperts,
 ) -> jax.Array:
-    """x [T, D], router [E, D], gate_up [E, F, 2, D], down [E, D, F] -> [T, D]."""
+    """x [T, D], router [E, D], gate_up [E, 2, F, D], down [E, D, F] -> [T, D]."""
     chosen, scores = choose(linear(x, router), experts)
     return visit(x, chosen, scores, gate_up, down, activation=activation, scale_input=experts.sigmoid_input)

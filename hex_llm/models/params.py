@@ -46,7 +46,7 @@ class Param:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FeedForward:
-    gate_up: Leaf  # [F, 2, D], or [E, F, 2, D] of experts
+    gate_up: Leaf  # [F, 2, D], or [E, 2, F, D] of experts
     down: Leaf  # [D, F], or [E, D, F]
     gate_up_bias: Leaf | None = None
     down_bias: Leaf | None = None
@@ -101,7 +101,7 @@ def _ffn_in_panels(ffn: FeedForward, width: int) -> FeedForward:
         return replace(ffn, gate_up=gates(ffn.gate_up), down=to_panels(ffn.down, 1, width))
     return replace(
         ffn,
-        gate_up=tuple(gates(weight) for weight in ffn.gate_up),
+        gate_up=tuple(gates(weight.swapaxes(0, 1)) for weight in ffn.gate_up),
         down=tuple(to_panels(weight, 1, width) for weight in ffn.down),
         shared=None if ffn.shared is None else _ffn_in_panels(ffn.shared, width),
     )
@@ -226,7 +226,7 @@ def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
         )
     )
     return FeedForward(
-        gate_up=Param((num, size, 2, width), (None, "ffn", None, None), gate_up),
+        gate_up=Param((num, 2, size, width), (None, None, "ffn", None), gate_up),
         down=Param((num, width, size), (None, None, "ffn"), down),
         router=_whole(prefix + router, (num, width), (None, None)),
         shared=None if shared is None else _dense(spec, prefix + "shared_expert.", shared),
@@ -235,7 +235,7 @@ def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
 
 def _gate_ups(prefix: str, num: int, size: int, width: int) -> tuple[Piece, ...]:
     return tuple(
-        Piece(f"{prefix}experts.{e}.{name}.weight", (size, width), (size, width), (e, slice(None), half))
+        Piece(f"{prefix}experts.{e}.{name}.weight", (size, width), (size, width), (e, half))
         for e in range(num)
         for half, name in enumerate(("w1", "w3"))
     )
@@ -248,7 +248,7 @@ def _stacked_gate_up(prefix: str, num: int, size: int, width: int) -> tuple[Piec
             prefix + "experts.gate_up_proj",
             shape,
             view,
-            (slice(None), slice(None), half),
+            (slice(None), half),
             (2, half * size),
             (0, 2, 1),
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_kernel
+from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_kernel, tpu_experts
 from hex_llm.kernels.experts import RoutedExperts
 from hex_llm.kernels.gpu_experts import Tiling
 
@@ -35,7 +35,7 @@ def arguments(spread: Sequence[Sequence[int]], dtype: Any, width: int = 72, inpu
     chosen = jnp.array(spread, jnp.int32)
     scores = jnp.array(rng.uniform(0.1, 1, chosen.shape), jnp.float32)
     x = normal(len(spread), inputs) * inputs**0.5
-    return [x, chosen, scores, normal(5, width, 2, inputs), normal(5, inputs, width)]
+    return [x, chosen, scores, normal(5, 2, width, inputs), normal(5, inputs, width)]
 
 
 def run(visit: RoutedExperts, given: Sequence[Any], scale_input: bool = False) -> np.ndarray:
@@ -54,7 +54,7 @@ def expected(given: Sequence[Any], scale_input: bool) -> np.ndarray:
     for t, of_token in enumerate(chosen.astype(int)):
         for j, expert in enumerate(of_token):
             told = x[t] * scores[t, j] if scale_input else x[t]
-            gate, up = gate_up[expert, :, 0] @ told, gate_up[expert, :, 1] @ told
+            gate, up = gate_up[expert] @ told
             said = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
             out[t] += said if scale_input else said * scores[t, j]
     return out
@@ -66,7 +66,7 @@ def in_panels(
     """The CPU's form, which wants other weights."""
     width = cpu.panel_width()
     assert width is not None
-    ups = tuple(cpu.to_panels(weight, 2, width, turned=True) for weight in gate_up)
+    ups = tuple(cpu.to_panels(weight.swapaxes(0, 1), 2, width, turned=True) for weight in gate_up)
     downs = tuple(cpu.to_panels(weight, 1, width) for weight in down)
     return cpu_experts.visit(x, chosen, scores, ups, downs, activation=activation, scale_input=scale_input)
 
@@ -76,6 +76,7 @@ FORMS: dict[str, Any] = {
     "cpu": in_panels,
     "gpu": gpu_experts.visit,
     "gpu, small tiles": partial(gpu_experts.visit, tilings=SMALL),
+    "tpu": partial(tpu_experts.visit, few_tokens=0, interpret=True),
 }
 
 
@@ -112,7 +113,7 @@ def test_a_row_does_not_depend_on_its_neighbours(form: str) -> None:
         np.testing.assert_array_equal(together[part], alone)
 
 
-@pytest.mark.parametrize("form", ["cpu", "gpu", "gpu, small tiles"])
+@pytest.mark.parametrize("form", ["cpu", "gpu", "gpu, small tiles", "tpu"])
 def test_experts_that_nobody_chose_are_not_read(form: str) -> None:
     """They are not numbers, which even a weight of 0 would spread."""
     x, chosen, scores, gate_up, down = arguments(SPREADS["ragged, two experts empty"], jnp.float32)

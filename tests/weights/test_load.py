@@ -103,10 +103,10 @@ class Judge:
     def experts(self, prefix: str) -> tuple[np.ndarray, np.ndarray]:
         if self.spec.names.stacked_experts:
             gate_up = self(prefix + "experts.gate_up_proj").swapaxes(1, 2)
-            halves = np.stack([gate_up[:, :FFN], gate_up[:, FFN:]], axis=2)
+            halves = np.stack([gate_up[:, :FFN], gate_up[:, FFN:]], axis=1)
             return halves, self(prefix + "experts.down_proj").swapaxes(1, 2)
         each = [f"{prefix}experts.{e}." for e in range(EXPERTS)]
-        gate_up = np.stack([np.stack([self(f"{e}{w}.weight") for w in ("w1", "w3")], axis=1) for e in each])
+        gate_up = np.stack([np.stack([self(f"{e}{w}.weight") for w in ("w1", "w3")]) for e in each])
         return gate_up, np.stack([self(f"{e}w2.weight") for e in each])
 
 

@@ -1,0 +1,59 @@
+"""Routed experts on TPUs: for many tokens, two products of the grouped kernel that comes with JAX.
+
+Few tokens are bound by the reading of the weights, and together choose nearly all experts: there, all experts
+see all tokens. It knows nothing of meshes: it sees the width of one device.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+from hex_llm.kernels.experts import Activation, added_up, by_expert, dense
+
+FEW_TOKENS = 256  # a v5e multiplies about as many rows in the time that it reads a weight
+MIN_ROWS, MAX_ROWS = 128, 256  # of a tile, which is computed anew for each expert that has a part of it
+LANES = 128
+MAX_SIDE = 1024  # of a tile of the weights: with all that is read ahead, half of the vector memory
+
+
+def visit(
+    x: jax.Array,
+    chosen: jax.Array,
+    scores: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    activation: Activation,
+    scale_input: bool,
+    few_tokens: int = FEW_TOKENS,
+    interpret: bool = False,
+) -> jax.Array:
+    """See kernels.experts.RoutedExperts."""
+    if len(x) <= few_tokens:
+        return dense(x, chosen, scores, gate_up, down, activation=activation, scale_input=scale_input)
+    num_experts, _, width, num_inputs = gate_up.shape
+    order, ends = by_expert(chosen, num_experts)
+    rows = MAX_ROWS if chosen.size >= MAX_ROWS * num_experts else MIN_ROWS
+    # Tiles are whole: what fills up the last one goes to the last expert.
+    pairs = jnp.pad(order, (0, -len(order) % rows))
+    sizes = jnp.diff(ends.at[-1].set(len(pairs)), prepend=0)
+
+    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        tiling = (rows, _side(weight.shape[2]), _side(weight.shape[1]))
+        out: jax.Array = gmm(x, weight, sizes, x.dtype, tiling, transpose_rhs=True, interpret=interpret)
+        return out
+
+    scale = scores.reshape(-1)[pairs, None].astype(x.dtype)
+    inputs = x[pairs // chosen.shape[1]]
+    both = product(inputs * scale if scale_input else inputs, gate_up.reshape(num_experts, -1, num_inputs))
+    said = product(activation(both[:, :width]) * both[:, width:], down)
+    said = said if scale_input else said * scale
+    return added_up(said[jnp.argsort(order)], len(x))
+
+
+def _side(size: int) -> int:
+    """Of a tile: the most that divides and is whole lanes; where nothing does, the kernel hides the rest."""
+    sides = range(min(MAX_SIDE, size) // LANES * LANES, 0, -LANES)
+    return next((side for side in sides if size % side == 0), min(size, MAX_SIDE // 2))
