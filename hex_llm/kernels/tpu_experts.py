@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
-from hex_llm.kernels.experts import Activation, added_up, by_expert, dense
+from hex_llm.kernels.experts import Activation, by_expert, dense
 
 FEW_TOKENS = 256  # a v5e multiplies about as many rows in the time that it reads a weight
 MIN_ROWS, MAX_ROWS = 128, 256  # of a tile, which is computed anew for each expert that has a part of it
@@ -45,12 +45,17 @@ def visit(
         out: jax.Array = gmm(x, weight, sizes, x.dtype, tiling, transpose_rhs=True, interpret=interpret)
         return out
 
-    scale = scores.reshape(-1)[pairs, None].astype(x.dtype)
     inputs = x[pairs // chosen.shape[1]]
-    both = product(inputs * scale if scale_input else inputs, gate_up.reshape(num_experts, -1, num_inputs))
+    if scale_input:
+        inputs *= scores.reshape(-1)[pairs, None].astype(x.dtype)
+    both = product(inputs, gate_up.reshape(num_experts, -1, num_inputs))
     said = product(activation(both[:, :width]) * both[:, width:], down)
-    said = said if scale_input else said * scale
-    return added_up(said[jnp.argsort(order)], len(x))
+    places = jnp.argsort(order).reshape(chosen.shape)
+    # Choice by choice: rows of several choices would first be brought into another layout.
+    out = jnp.zeros(x.shape, jnp.float32)
+    for i in range(chosen.shape[1]):
+        out += said[places[:, i]].astype(jnp.float32) * (1 if scale_input else scores[:, i, None])
+    return out.astype(x.dtype)
 
 
 def _side(size: int) -> int:
