@@ -44,8 +44,10 @@ log = logging.getLogger(__name__)
 
 KEPT_S = 0.05  # what takes longer to compile is kept
 PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
-# Every stretch of kernels as one CUDA graph: of one row's step, 5 % of the time lay between kernels.
-GPU_OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
+# Every stretch of a decode's kernels is a CUDA graph: of one row's step, 5 % of the time lay between kernels.
+# Elsewhere there are none: the more graphs exist, the longer each takes (docs/kernels.md).
+GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
+NO_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1_000_000}
 # cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md).
 UNTRIED_PRODUCTS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
@@ -236,7 +238,8 @@ class Runner:
     def _options(self, key: Key) -> dict[str, Any] | None:
         if self._platform != "gpu":
             return None
-        return GPU_OPTIONS if self._is_tuned(key) else GPU_OPTIONS | UNTRIED_PRODUCTS
+        graphs = GRAPHS if isinstance(key, StepShape) and not key.num_prefills else NO_GRAPHS
+        return graphs if self._is_tuned(key) else graphs | UNTRIED_PRODUCTS
 
     def _op_by_op(self, key: Key) -> Program:
         function = self._described(key).function
