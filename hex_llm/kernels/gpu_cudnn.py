@@ -8,6 +8,7 @@ jax.nn.dot_product_attention does not take. So it is tried once for each kind of
 from __future__ import annotations
 
 import logging
+import threading
 from functools import cache, partial
 
 import jax
@@ -15,12 +16,18 @@ import jax.numpy as jnp
 
 log = logging.getLogger(__name__)
 
+_trying = threading.Lock()
+
+
+def can_attend(num_kv_heads: int, group: int, head_dim: int, window: int | None) -> bool:
+    """Whether cuDNN is there and has a bfloat16 kernel for layers like this; compiles two small ones, once
+    however many threads ask."""
+    with _trying:
+        return jax.default_backend() == "gpu" and _compiles(num_kv_heads, group, head_dim, window)
+
 
 @cache
-def can_attend(num_kv_heads: int, group: int, head_dim: int, window: int | None) -> bool:
-    """Whether cuDNN is there and has a bfloat16 kernel for layers like this; compiles two small ones."""
-    if jax.default_backend() != "gpu":
-        return False
+def _compiles(num_kv_heads: int, group: int, head_dim: int, window: int | None) -> bool:
     q = jax.ShapeDtypeStruct((256, num_kv_heads, group, head_dim), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((256, num_kv_heads, head_dim), jnp.bfloat16)
     attend = jax.jit(partial(causal, window=window, scale=1.0))
