@@ -42,7 +42,6 @@ from jax.sharding import PartitionSpec as P
 from hex_llm.engine import programs
 from hex_llm.engine.batch import StepShape
 from hex_llm.engine.programs import Described
-from hex_llm.engine.sampling import Wants
 from hex_llm.engine.slots import SlotLayout
 from hex_llm.kernels import tpu, tpu_experts
 from hex_llm.models.params import Param, abstract_weights
@@ -103,7 +102,7 @@ def described(setting: programs.Setting, sizes: Sizes) -> dict[str, Program]:
     keys: dict[str, programs.Key] = {
         "decode": StepShape(sizes.batch, 0, 0, width),
         "prefill": StepShape(0, 2, sizes.prefill, width),
-        "choice": programs.Choose(sizes.batch, Wants.ANYTHING),
+        "choice": programs.Choose(sizes.batch),
     }
     return {
         name: Program(

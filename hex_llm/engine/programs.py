@@ -7,6 +7,7 @@ together they would take half as long again to compile.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.engine.batch import StepShape, unpack
-from hex_llm.engine.results import pack_choices, pack_logprobs
-from hex_llm.engine.sampling import Wants, choose, logprobs_of
+from hex_llm.engine.results import CHOICE_SIZE, pack_choices, pack_logprobs
+from hex_llm.engine.sampling import Chosen, Wants, adjusted, choose, logprobs_of, no_logprobs, tokens
 from hex_llm.engine.slots import SlotLayout, SlotRows, append_tokens
 from hex_llm.kernels.attention import PagedAttention
 from hex_llm.kernels.experts import RoutedExperts
@@ -30,25 +31,43 @@ Pages = list[jax.Array]
 Program = Callable[..., Any]
 
 
-class Choose(NamedTuple):
-    """The choice of tokens for so many rows, none of which wants more than that."""
+@dataclass(frozen=True)
+class Choose:
+    """The choice of tokens for so many rows: whatever they want; or, in one of sampling.WAYS, of logits that
+    may come from Adjust, without log-probabilities."""
 
     num_rows: int
-    most: Wants
+    way: Wants | None = None
 
 
-class Write(NamedTuple):
+@dataclass(frozen=True)
+class Adjust:
+    """The logits of so many rows, with bias, penalties and masks."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class AddLogprobs:
+    """Log-probabilities for what was chosen for so many rows."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Write:
     """A write to so many slots: their whole rows, or which tokens may come next."""
 
     columns: Literal["all", "allowed"]
     num_rows: int
 
 
-class PromptLogprobs(NamedTuple):
+@dataclass(frozen=True)
+class PromptLogprobs:
     num_rows: int
 
 
-Key = StepShape | Choose | Write | PromptLogprobs
+Key = StepShape | Choose | Adjust | AddLogprobs | Write | PromptLogprobs
 
 
 class Setting(NamedTuple):
@@ -75,16 +94,25 @@ def described(key: Key, setting: Setting, weights: Weights, pages: Pages, slots:
     spec, mesh, layout, attend, visit = setting
     whole = NamedSharding(mesh, P())
     logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
+
+    def logits(num_rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_rows, spec.vocab_size), jnp.float32, sharding=logits_lie)
+
     match key:
         case StepShape():
             step = partial(forward, shape=key, spec=spec, layout=layout, attend=attend, visit=visit)
             hidden = whole if key.num_prefills else None
             results = (logits_lie, whole, hidden, [NamedSharding(mesh, PAGES)] * len(pages))
             return Described(step, (weights, pages, slots, _ints(key.packed_size)), (1,), results)
-        case Choose(num_rows, most):
-            logits = jax.ShapeDtypeStruct((num_rows, spec.vocab_size), jnp.float32, sharding=logits_lie)
-            chosen = partial(choose_tokens, layout=layout, most=most)
-            return Described(chosen, (slots, logits, _ints(3, num_rows)), (0,), (whole, whole))
+        case Choose(num_rows, way):
+            chosen = partial(choose_tokens, layout=layout, way=way)
+            return Described(chosen, (slots, logits(num_rows), _ints(3, num_rows)), (0,), (whole, whole))
+        case Adjust(num_rows):
+            adjust = partial(adjusted_logits, layout=layout)
+            return Described(adjust, (slots, logits(num_rows), _ints(3, num_rows)), (), logits_lie)
+        case AddLogprobs(num_rows):
+            choices = _ints(num_rows, CHOICE_SIZE)
+            return Described(add_logprobs, (logits(num_rows), choices), (1,), whole)
         case Write(columns, num_rows):
             part = slice(0, layout.width) if columns == "all" else layout.allowed
             write = partial(write_rows, first_column=part.start)
@@ -131,13 +159,29 @@ def forward(
 
 
 def choose_tokens(
-    slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout, most: Wants
+    slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout, way: Wants | None
 ) -> tuple[jax.Array, jax.Array]:
     """Packed choices (results.py), and the slots with the chosen tokens appended."""
     own, chosen_slots, num_tokens = rows
     remembered = SlotRows(layout, slots, own)
-    chosen = choose(logits, remembered.sampling(num_tokens), remembered, most)
+    asked = remembered.sampling(num_tokens)
+    if way is None:
+        chosen = choose(logits, asked, remembered)
+    else:
+        chosen = Chosen(tokens(logits, asked, way), *no_logprobs(len(logits)))
     return pack_choices(chosen), append_tokens(layout, slots, chosen_slots, num_tokens, chosen.token_ids)
+
+
+def adjusted_logits(slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout) -> jax.Array:
+    own, _, num_tokens = rows
+    remembered = SlotRows(layout, slots, own)
+    return adjusted(logits, remembered.sampling(num_tokens), remembered, branches=False)
+
+
+def add_logprobs(logits: jax.Array, choices: jax.Array) -> jax.Array:
+    """The model's own, before anything was adjusted."""
+    token_ids = choices[:, 0]
+    return pack_choices(Chosen(token_ids, *logprobs_of(logits, token_ids)))
 
 
 def prompt_logprobs(

@@ -14,15 +14,18 @@ from hex_llm.engine.sampling import Chosen
 from hex_llm.sampling_params import MAX_LOGPROBS
 from hex_llm.types import TokenLogprobs
 
+LOGPROBS_SIZE = 2 + 2 * MAX_LOGPROBS
+CHOICE_SIZE = 1 + LOGPROBS_SIZE
+
 
 def pack_choices(chosen: Chosen) -> jax.Array:
-    """[R, 1 + what pack_logprobs gives]"""
+    """[R, CHOICE_SIZE]"""
     logprobs = pack_logprobs((chosen.logprob, chosen.rank, chosen.top_ids, chosen.top_logprobs))
     return jnp.concatenate([chosen.token_ids[:, None], logprobs], axis=1)
 
 
 def pack_logprobs(logprobs: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    """logprob [N], rank [N], the likeliest's ids and logprobs [N, MAX_LOGPROBS] -> [N, 2 + 2 MAX_LOGPROBS]"""
+    """logprob [N], rank [N], the likeliest's ids and logprobs [N, MAX_LOGPROBS] -> [N, LOGPROBS_SIZE]"""
     logprob, rank, top_ids, top_logprobs = logprobs
     return jnp.concatenate([_bits(logprob)[:, None], rank[:, None], top_ids, _bits(top_logprobs)], axis=1)
 

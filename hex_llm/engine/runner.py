@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,9 +27,9 @@ from hex_llm.engine import programs
 from hex_llm.engine.batch import Ints, Paddings, StepShape, pack
 from hex_llm.engine.kept import KeptPrograms
 from hex_llm.engine.profile import Recorder
-from hex_llm.engine.programs import Choose, Key, Pages, Program, PromptLogprobs, Write
+from hex_llm.engine.programs import AddLogprobs, Adjust, Choose, Key, Pages, Program, PromptLogprobs, Write
 from hex_llm.engine.results import unpack_logprobs
-from hex_llm.engine.sampling import Wants
+from hex_llm.engine.sampling import WAYS, Wants, way_of
 from hex_llm.engine.slots import SlotLayout
 from hex_llm.errors import HexError
 from hex_llm.kernels import cpu, cpu_experts, experts, gpu, gpu_experts, reference, tpu, tpu_experts
@@ -86,9 +87,9 @@ class Runner:
         self.pages = allocate_pages(spec, mesh, num_blocks, config.block_size, dtype)
         self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
         self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
-        self._wants = [Wants.LIKELIEST] * self.layout.num_slots
-        # Where branches cost little, one program serves all.
-        self._kinds = list(Wants) if self._platform == "gpu" else [Wants.ANYTHING]
+        self._wants = [Wants(0)] * self.layout.num_slots
+        # Where branches cost little, one program chooses tokens, whatever is wanted.
+        self._branches = self._platform != "gpu"
         self.num_late_compiles = 0
         self._is_warm = False
         self._none_is_tuned = threading.Event()
@@ -118,15 +119,27 @@ class Runner:
 
     def _dispatch(self, plan: StepPlan) -> InFlight:
         shape = self.paddings.shape(plan)
-        wanted = max(self._wants[chunk.slot] for chunk in plan.chunks)
-        most = min(kind for kind in self._kinds if kind >= wanted)
-        step, choose = self._program(shape), self._program(Choose(shape.num_choices, most))
+        step = self._program(shape)
         with self.recorder.phase("pack"):
             packed = pack(plan, shape, self.config.block_size)
         logits, rows, hidden, self.pages = step(self.weights, self.pages, self.slots, packed)
-        choices, self.slots = choose(self.slots, logits, rows)
+        wanted = reduce(or_, (self._wants[chunk.slot] for chunk in plan.chunks))
+        choices = self._choose(logits, rows, wanted)
         choices.copy_to_host_async()
         return InFlight(plan, shape, choices, hidden)
+
+    def _choose(self, logits: jax.Array, rows: jax.Array, wanted: Wants) -> jax.Array:
+        num_rows, adjusted = len(logits), logits
+        if self._branches:
+            choices, self.slots = self._program(Choose(num_rows))(self.slots, logits, rows)
+            return choices
+        if Wants.ADJUSTED in wanted:
+            adjusted = self._program(Adjust(num_rows))(self.slots, logits, rows)
+        choose = self._program(Choose(num_rows, way_of(wanted)))
+        choices, self.slots = choose(self.slots, adjusted, rows)
+        if Wants.LOGPROBS in wanted:
+            choices = self._program(AddLogprobs(num_rows))(logits, choices)
+        return choices
 
     def read(self, step: InFlight) -> Ints:
         """Waits for a step; one row (results.py) for each of the plan's."""
@@ -184,7 +197,10 @@ class Runner:
         most = self.config.max_decode_seqs
         sizes = sorted({_write_size(n, most) for n in range(1, most + 1)})
         rows = sorted({shape.num_choices for shape in shapes})
-        choices = [Choose(n, kind) for kind in reversed(self._kinds) for n in reversed(rows)]
+        kinds: list[Callable[[int], Key]] = [Choose]
+        if not self._branches:
+            kinds = [*(partial(Choose, way=way) for way in reversed(WAYS)), AddLogprobs, Adjust]
+        choices = [kind(n) for kind in kinds for n in reversed(rows)]
         writes = [Write("all", n) for n in sizes] + [Write("allowed", n) for n in sizes]
         return [*choices, *reversed(shapes), PromptLogprobs(PROMPT_ROWS), *writes]
 
@@ -269,8 +285,8 @@ class Runner:
         for shape in self.paddings.all_shapes():
             packed = np.zeros(shape.packed_size, np.int32)
             logits, rows, _, self.pages = self._program(shape)(self.weights, self.pages, self.slots, packed)
-            for kind in self._kinds:
-                _, self.slots = self._program(Choose(shape.num_choices, kind))(self.slots, logits, rows)
+            for way in WAYS:
+                self._choose(logits, rows, way | Wants.ADJUSTED | Wants.LOGPROBS)
         jax.block_until_ready(self.slots)
 
 

@@ -15,7 +15,7 @@ neither the number of rows nor a vocabulary spread over devices can tip them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
+from enum import IntFlag
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -54,14 +54,19 @@ class SamplingRows(NamedTuple):
     constrained: jax.Array  # i32: MASKED | BIASED
 
 
-class Wants(IntEnum):
-    """How much the rows of a batch ask for. GPUs stop at every branch until the host has seen which way it
-    goes; what the host knows beforehand is therefore left out of the program, not branched around."""
+class Wants(IntFlag):
+    """What the rows of a batch ask for besides the likeliest token. On GPUs the host waits at every branch to
+    see which way it goes; what it knows beforehand is therefore left out of programs, not branched around."""
 
-    LIKELIEST = 0
-    RANDOM = 1  # temperature and min_p too
-    CUT = 2  # top_k and top_p too
-    ANYTHING = 3
+    RANDOM = 1  # by temperature and min_p
+    CUT = 2  # by top_k or top_p
+    TYPICAL = 4
+    ADJUSTED = 8  # bias, penalties or a mask
+    LOGPROBS = 16
+
+
+# The ways to choose a token of adjusted logits, each of which can do what those before it can.
+WAYS = (Wants(0), Wants.RANDOM, Wants.RANDOM | Wants.CUT, Wants.RANDOM | Wants.CUT | Wants.TYPICAL)
 
 
 class SlotRows(Protocol):
@@ -95,22 +100,18 @@ class Border(NamedTuple):
     target: jax.Array  # [R] i32
 
 
-def choose(logits: jax.Array, rows: SamplingRows, slots: SlotRows, most: Wants = Wants.ANYTHING) -> Chosen:
-    """logits [R, V] f32 -> the next token of each row; none wants more than `most`. A greedy batch costs one
-    argmax."""
-    if most is not Wants.ANYTHING:
-        greedy = most is Wants.LIKELIEST
-        token_ids = _likeliest(logits) if greedy else _sampled(logits, rows, slots, most)
-        return Chosen(token_ids, *_no_logprobs(len(logits)))
-    token_ids = lax.cond(
-        jnp.any(_random(rows) | _adjusts(rows)),
-        lambda: _sampled(logits, rows, slots, most),
-        lambda: _likeliest(logits),
-    )
+def choose(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> Chosen:
+    """logits [R, V] f32 -> the next token of each row, whatever it wants. A greedy batch costs one argmax."""
+
+    def sampled() -> jax.Array:
+        adjust = partial(adjusted, rows=rows, slots=slots, branches=True)
+        return tokens(lax.cond(jnp.any(_adjusts(rows)), adjust, lambda x: x, logits), rows, way=None)
+
+    token_ids = lax.cond(jnp.any(_random(rows) | _adjusts(rows)), sampled, lambda: _likeliest(logits))
     logprobs = lax.cond(
         jnp.any((rows.num_logprobs >= 0) & (rows.num_tokens > 0)),
         lambda: logprobs_of(logits, token_ids),
-        lambda: _no_logprobs(len(logits)),
+        lambda: no_logprobs(len(logits)),
     )
     return Chosen(token_ids, *logprobs)
 
@@ -118,11 +119,19 @@ def choose(logits: jax.Array, rows: SamplingRows, slots: SlotRows, most: Wants =
 def wanted(rows: SamplingRows) -> Wants:
     """By any of the rows, which lie on the host here."""
     random = _random(rows)
-    if np.any(_adjusts(rows) | (random & (rows.typical_p < 1)) | (rows.num_logprobs >= 0)):
-        return Wants.ANYTHING
-    if np.any(random & ((rows.top_k > 0) | (rows.top_p < 1))):
-        return Wants.CUT
-    return Wants.RANDOM if np.any(random) else Wants.LIKELIEST
+    asked = {
+        Wants.RANDOM: random,
+        Wants.CUT: random & ((rows.top_k > 0) | (rows.top_p < 1)),
+        Wants.TYPICAL: random & (rows.typical_p < 1),
+        Wants.ADJUSTED: _adjusts(rows),
+        Wants.LOGPROBS: rows.num_logprobs >= 0,
+    }
+    return Wants(sum(want for want, by in asked.items() if np.any(by)))
+
+
+def way_of(wanted: Wants) -> Wants:
+    """The first of WAYS that can do it."""
+    return next(way for way in WAYS if wanted & WAYS[-1] & ~way == 0)
 
 
 def logprobs_of(logits: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -162,24 +171,41 @@ def _largest_by_passes(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Arra
     return jnp.take_along_axis(logits, found.T, axis=-1), found.T
 
 
-def _no_logprobs(num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def no_logprobs(num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     none, top = jnp.zeros(num_rows), jnp.zeros((num_rows, MAX_LOGPROBS))
     return none, none.astype(jnp.int32), top.astype(jnp.int32), top
 
 
-def adjusted(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> jax.Array:
-    """The logits that greedy and random rows alike choose by: bias, penalties and mask applied."""
+def adjusted(logits: jax.Array, rows: SamplingRows, slots: SlotRows, branches: bool) -> jax.Array:
+    """The logits that greedy and random rows alike choose by: bias, penalties and mask applied. A row with
+    NaN or infinity, which a mask could hide, becomes NaN."""
 
     def when(wanted: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
-        return lax.cond(jnp.any(wanted), change, lambda logits: logits, logits)
+        return (
+            lax.cond(jnp.any(wanted), change, lambda logits: logits, logits) if branches else change(logits)
+        )
 
+    logits = jnp.where(_usable(logits)[:, None], logits, jnp.nan)
     logits = when(_has(rows, BIASED), lambda x: _biased(x, rows, slots), logits)
     logits = when(_repeats(rows), lambda x: _repetition_penalized(x, rows, slots), logits)
     logits = when(_counts(rows), lambda x: _count_penalized(x, rows, slots), logits)
     return when(_has(rows, MASKED), lambda x: _masked(x, rows, slots), logits)
 
 
-def weights(logits: jax.Array, rows: SamplingRows, most: Wants = Wants.ANYTHING) -> jax.Array:
+def tokens(logits: jax.Array, rows: SamplingRows, way: Wants | None) -> jax.Array:
+    """Adjusted logits [R, V] -> [R] i32, -1 where there is none; None of WAYS: whichever is wanted."""
+    if way == Wants(0):
+        return _likeliest(logits)
+    random, likeliest = _random(rows), _likeliest(logits)
+
+    def drawn() -> jax.Array:
+        return jnp.where(random, _drawn(weights(logits, rows, way), rows), likeliest)
+
+    token_ids = lax.cond(jnp.any(random), drawn, lambda: likeliest) if way is None else drawn()
+    return jnp.where(_usable(logits) & (likeliest >= 0), token_ids, -1)
+
+
+def weights(logits: jax.Array, rows: SamplingRows, way: Wants | None) -> jax.Array:
     """Adjusted logits -> i32 [R, V]: how many parts of its row's sum are a token's chance to be drawn.
 
     Rows that are not random get numbers without meaning.
@@ -200,13 +226,13 @@ def weights(logits: jax.Array, rows: SamplingRows, most: Wants = Wants.ANYTHING)
         parts, scale = _parts(chance)
         return Border(_unlikeness(scaled, chance, parts, scale), parts, _share(rows.typical_p, parts))
 
-    branches = most is Wants.ANYTHING
-    if most >= Wants.CUT:
+    branches = way is None
+    if way is None or Wants.CUT in way:
         fewer = random & (rows.top_k > 0) & (rows.top_k < logits.shape[-1])
         chance = _cut(chance, fewer, top_k, branches)
         chance = _cut(chance, random & (rows.top_p < 1), top_p, branches)
     chance = jnp.where(chance >= rows.min_p[:, None], chance, 0)
-    if most is Wants.ANYTHING:
+    if way is None or Wants.TYPICAL in way:
         chance = _cut(chance, random & (rows.typical_p < 1), typical_p, branches)
     return _parts(chance)[0]
 
@@ -238,18 +264,9 @@ def _likeliest(logits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(found), token_ids, -1)
 
 
-def _sampled(logits: jax.Array, rows: SamplingRows, slots: SlotRows, most: Wants) -> jax.Array:
-    usable = _count(~(logits < jnp.inf)) == 0  # NaN compares false; a mask could hide it
-    random, branches = _random(rows), most is Wants.ANYTHING
-    if branches:
-        logits = lax.cond(jnp.any(_adjusts(rows)), lambda x: adjusted(x, rows, slots), lambda x: x, logits)
-    likeliest = _likeliest(logits)
-
-    def drawn() -> jax.Array:
-        return jnp.where(random, _drawn(weights(logits, rows, most), rows), likeliest)
-
-    token_ids = lax.cond(jnp.any(random), drawn, lambda: likeliest) if branches else drawn()
-    return jnp.where(usable & (likeliest >= 0), token_ids, -1)
+def _usable(logits: jax.Array) -> jax.Array:
+    """[R]: whether there is neither NaN, which compares false, nor infinity."""
+    return _count(~(logits < jnp.inf)) == 0
 
 
 def _biased(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> jax.Array:

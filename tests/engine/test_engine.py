@@ -18,8 +18,9 @@ import torch
 from hex_llm.engine import programs
 from hex_llm.engine.batch import StepShape
 from hex_llm.engine.engine import NO_TOKEN, Engine
-from hex_llm.engine.runner import Choose, Runner
-from hex_llm.engine.sampling import Wants
+from hex_llm.engine.programs import AddLogprobs, Adjust, Choose, Write
+from hex_llm.engine.runner import Runner
+from hex_llm.engine.sampling import WAYS
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.types import FinishReason, Request, Update
@@ -79,9 +80,10 @@ def test_programs_that_leave_out_what_is_not_wanted_choose_the_same(engine: Engi
         {"top_p": 0.8, "top_k": 20},
         {"logprobs": 2},
         {"frequency_penalty": 1.0},
+        {"typical_p": 0.7, "logit_bias": {5: 3.0}, "logprobs": 0},
     ]
     several = make_engine(folder, **FLAGS)
-    several.runner._kinds = list(Wants)  # as on GPUs
+    several.runner._branches = False  # as on GPUs
 
     def found(engine: Engine, batch: list[dict[str, Any]]) -> list[list[int]]:
         requests = [
@@ -93,8 +95,8 @@ def test_programs_that_leave_out_what_is_not_wanted_choose_the_same(engine: Engi
 
     for batch in (*([one] for one in params), params):
         assert found(several, batch) == found(engine, batch)
-    used = {key.most for key in several.runner._programs if isinstance(key, Choose)}
-    assert used == set(Wants)
+    used = {key.way if isinstance(key, Choose) else type(key) for key in several.runner._programs}
+    assert used == {*WAYS, Adjust, AddLogprobs, StepShape, Write}
 
 
 def test_a_seed_gives_the_same_alone_and_among_31_neighbours(engine: Engine) -> None:

@@ -15,12 +15,14 @@ from transformers.generation import logits_process as hf
 
 from hex_llm.engine import sampling
 from hex_llm.engine.sampling import (
+    WAYS,
     Border,
     SamplingRows,
     Wants,
     adjusted,
-    choose,
+    tokens,
     wanted,
+    way_of,
     weights,
 )
 from tests.engine.sampled import OFF, N, Slots, V, chosen, logits_of, rows_of, slots_of
@@ -29,7 +31,7 @@ from tests.engine.sampled import OFF, N, Slots, V, chosen, logits_of, rows_of, s
 @jax.jit
 def distribution(logits: jax.Array, rows: SamplingRows, slots: Slots) -> jax.Array:
     """The probabilities that `choose` draws from."""
-    parts = weights(adjusted(logits, rows, slots), rows)
+    parts = weights(adjusted(logits, rows, slots, branches=True), rows, way=None)
     return parts / parts.sum(axis=-1, keepdims=True)
 
 
@@ -120,24 +122,27 @@ def test_parameters_together_give_transformers_distribution(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "wants"),
+    ("want", "way", "wants"),
     [
-        (Wants.LIKELIEST, [{}, {"top_k": 3, "top_p": 0.5}]),
-        (Wants.RANDOM, [{}, {"temperature": 0.7}, {"temperature": 1.0, "min_p": 0.2}]),
-        (Wants.CUT, [{}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.7, "top_p": 0.6}]),
-        (Wants.ANYTHING, [{"temperature": 1.0, "typical_p": 0.5}, {}]),
-        (Wants.ANYTHING, [{"presence_penalty": 0.5}]),
-        (Wants.ANYTHING, [{"num_logprobs": 0}]),
-        (Wants.ANYTHING, [{"constrained": 2}]),
+        (Wants(0), Wants(0), [{}, {"top_k": 3, "top_p": 0.5}]),
+        (Wants.RANDOM, WAYS[1], [{}, {"temperature": 0.7}, {"temperature": 1.0, "min_p": 0.2}]),
+        (WAYS[2], WAYS[2], [{}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.7, "top_p": 0.6}]),
+        (Wants.RANDOM | Wants.TYPICAL, WAYS[3], [{"temperature": 1.0, "typical_p": 0.5}, {}]),
+        (Wants.ADJUSTED, Wants(0), [{"presence_penalty": 0.5}, {"repetition_penalty": 1.3}, {}]),
+        (Wants.ADJUSTED | Wants.RANDOM, WAYS[1], [{"constrained": 3}, {"temperature": 1.0}]),
+        (Wants.LOGPROBS, Wants(0), [{"num_logprobs": 0}]),
     ],
 )
-def test_what_is_left_out_was_not_wanted(most: Wants, wants: list[dict[str, Any]]) -> None:
+def test_what_is_left_out_was_not_wanted(want: Wants, way: Wants, wants: list[dict[str, Any]]) -> None:
     wants = [{"num_tokens": i + 3, **want} for i in range(20) for want in wants]
     rows, slots, logits = rows_of(wants), slots_of(len(wants), 900), logits_of(len(wants), 900)
     logits = logits.at[5, 7].set(jnp.nan)
-    assert wanted(jax.tree.map(np.asarray, rows)) is most
-    least, whole = jax.jit(partial(choose, most=most))(logits, rows, slots), chosen(logits, rows, slots)
-    jax.tree.map(np.testing.assert_array_equal, least, whole)
+    assert wanted(jax.tree.map(np.asarray, rows)) == want
+    assert way_of(want) == way
+    whole = chosen(logits, rows, slots)
+    if Wants.ADJUSTED in want:
+        logits = jax.jit(partial(adjusted, branches=False))(logits, rows, slots)
+    np.testing.assert_array_equal(jax.jit(partial(tokens, way=way))(logits, rows), whole.token_ids)
     assert whole.token_ids[5] == -1
 
 
@@ -240,7 +245,7 @@ def test_penalties_by_hand() -> None:
         {},
     ]
     np.testing.assert_array_equal(
-        adjusted(logits, rows_of(wants), slots),
+        adjusted(logits, rows_of(wants), slots, branches=True),
         np.array(
             [
                 [1.0, -4.0, 0.5, 0.0, -np.inf, 4.0],  # token 5 lies beyond the history
