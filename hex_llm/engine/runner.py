@@ -87,7 +87,7 @@ class Runner:
         self.pages = allocate_pages(spec, mesh, num_blocks, config.block_size, dtype)
         self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
         self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
-        self._wants = [Wants(0)] * self.layout.num_slots
+        self._wants = [0] * self.layout.num_slots  # of each slot, as plain numbers: flags are slow to combine
         # Where branches cost little, one program chooses tokens, whatever is wanted.
         self._branches = self._platform != "gpu"
         self.num_late_compiles = 0
@@ -124,7 +124,7 @@ class Runner:
             packed = pack(plan, shape, self.config.block_size)
         logits, rows, hidden, self.pages = step(self.weights, self.pages, self.slots, packed)
         wanted = reduce(or_, (self._wants[chunk.slot] for chunk in plan.chunks))
-        choices = self._choose(logits, rows, wanted)
+        choices = self._choose(logits, rows, Wants(wanted))
         choices.copy_to_host_async()
         return InFlight(plan, shape, choices, hidden)
 
@@ -165,7 +165,7 @@ class Runner:
     def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
         """Whole rows of slots, before the next step."""
         for slot, record in records:
-            self._wants[slot] = self.layout.wants(record)
+            self._wants[slot] = int(self.layout.wants(record))
         self._write("all", records)
 
     def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
