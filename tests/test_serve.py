@@ -306,7 +306,7 @@ def test_the_engines_death_is_told_to_everyone(fault: str) -> None:
             else:
                 asked.append(pool.submit(post, address, {"prompt": [FAILS_TO_STEP]}))
             replies = [one.result() for one in asked]
-        assert time.monotonic() - started < 20  # to their end they would take 40
+        assert time.monotonic() - started < 2
         assert {reply.status_code for reply in replies} == {503}
         assert not any("0x7f" in reply.text for reply in replies)
         assert status_of(address) == 503

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import time
@@ -85,14 +86,14 @@ def test_a_declared_size_is_refused_before_the_body(backend: FakeBackend) -> Non
 
 def test_a_body_must_come_in_time(backend: FakeBackend) -> None:
     async def slow() -> AsyncIterator[bytes]:
-        for _ in range(1000):
+        for _ in range(100):
             yield b" "
             await asyncio.sleep(0.05)
 
     started = time.monotonic()
     reply = ask(backend, "POST", COMPLETIONS, content=slow(), headers=JSON, config={"receive_timeout": 1})
     refusal(reply, 408)
-    assert 0.9 < time.monotonic() - started < 20
+    assert 0.9 < time.monotonic() - started < 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -102,7 +103,7 @@ def test_a_request_that_takes_too_long(backend: FakeBackend, stream: bool) -> No
     body = {**SLOW, "stream": stream}
     error = refusal(ask(backend, "POST", COMPLETIONS, json=body, config={"request_timeout": 1}), 504)
     assert error["type"] == "server_error"
-    assert 0.9 < time.monotonic() - started < 20
+    assert 0.9 < time.monotonic() - started < 3
     assert backend.num_cancelled == 1
 
 
@@ -171,10 +172,11 @@ def test_tgi_tells_that_the_time_is_up(backend: FakeBackend) -> None:
     ids=["lists", "objects", "many lists", "number", "keys", "escapes", "text", "UTF-16"],
 )
 def test_bombs_are_refused_soon(backend: FakeBackend, body: bytes, status: int) -> None:
-    started = time.process_time()
+    gc.collect()  # so that the garbage of other tests is not counted, nor what their threads still do
+    started = time.thread_time()
     reply = ask(backend, "POST", COMPLETIONS, content=body, headers=JSON)
     assert ("values" in refusal(reply, status)["message"]) == (status == 413)
-    assert time.process_time() - started < 10  # read in earnest, a number of so many digits takes minutes
+    assert time.thread_time() - started < 1
 
 
 def test_keys_count_more_than_values(backend: FakeBackend) -> None:
