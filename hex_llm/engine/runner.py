@@ -282,11 +282,15 @@ class Runner:
 
     def _run_all(self) -> None:
         """Loads every program onto the devices and proves that its memory is there; padding alone runs."""
+        wants = [Wants(0)] if self._branches else [*WAYS, Wants.ADJUSTED | Wants.LOGPROBS]
+        chosen_for: set[int] = set()  # numbers of rows, which shapes share
         for shape in self.paddings.all_shapes():
             packed = np.zeros(shape.packed_size, np.int32)
             logits, rows, _, self.pages = self._program(shape)(self.weights, self.pages, self.slots, packed)
-            for way in WAYS:
-                self._choose(logits, rows, way | Wants.ADJUSTED | Wants.LOGPROBS)
+            if shape.num_choices not in chosen_for:
+                chosen_for.add(shape.num_choices)
+                for wanted in wants:
+                    self._choose(logits, rows, wanted)
         jax.block_until_ready(self.slots)
 
 

@@ -185,7 +185,8 @@ def adjusted(logits: jax.Array, rows: SamplingRows, slots: SlotRows, branches: b
             lax.cond(jnp.any(wanted), change, lambda logits: logits, logits) if branches else change(logits)
         )
 
-    logits = jnp.where(_usable(logits)[:, None], logits, jnp.nan)
+    usable = _count(~(logits < jnp.inf)) == 0  # NaN compares false
+    logits = jnp.where(usable[:, None], logits, jnp.nan)
     logits = when(_has(rows, BIASED), lambda x: _biased(x, rows, slots), logits)
     logits = when(_repeats(rows), lambda x: _repetition_penalized(x, rows, slots), logits)
     logits = when(_counts(rows), lambda x: _count_penalized(x, rows, slots), logits)
@@ -202,7 +203,7 @@ def tokens(logits: jax.Array, rows: SamplingRows, way: Wants | None) -> jax.Arra
         return jnp.where(random, _drawn(weights(logits, rows, way), rows), likeliest)
 
     token_ids = lax.cond(jnp.any(random), drawn, lambda: likeliest) if way is None else drawn()
-    return jnp.where(_usable(logits) & (likeliest >= 0), token_ids, -1)
+    return jnp.where(likeliest >= 0, token_ids, -1)
 
 
 def weights(logits: jax.Array, rows: SamplingRows, way: Wants | None) -> jax.Array:
@@ -262,11 +263,6 @@ def _likeliest(logits: jax.Array) -> jax.Array:
     token_ids = lax.argmax(logits, logits.ndim - 1, jnp.int32)
     found = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
     return jnp.where(jnp.isfinite(found), token_ids, -1)
-
-
-def _usable(logits: jax.Array) -> jax.Array:
-    """[R]: whether there is neither NaN, which compares false, nor infinity."""
-    return _count(~(logits < jnp.inf)) == 0
 
 
 def _biased(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> jax.Array:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
 from hex_llm.kernels.experts import Activation, by_expert, dense
+from hex_llm.kernels.tpu import LANES
 
 FEW_TOKENS = 256  # a v5e multiplies about as many rows in the time that it reads a weight
 MIN_ROWS, MAX_ROWS = 128, 256  # of a tile, which is computed anew for each expert that has a part of it
-LANES = 128
 MAX_SIDE = 1024  # of a tile of the weights: with all that is read ahead, half of the vector memory
 
 
