@@ -35,7 +35,7 @@ class StepLimits:
 
     max_prefill_seqs: int
     max_decode_seqs: int
-    max_tokens: int  # of all chunks and decodes together; a prompt that is not cut may be longer, alone
+    max_tokens: int  # of all chunks and decodes together; without chunked prefill one prompt may be longer, alone
     chunked: bool = False
     prefix_unit: int | None = None  # prefix-cache hits are multiples of it; None: no prefix cache
     max_sequences: int | None = None  # waiting and running
@@ -196,13 +196,16 @@ class Scheduler:
                 budget -= self._prefill(sequence, budget, rows)
         while budget > 0 and len(rows) < self.limits.max_prefill_seqs:
             first = self._next_waiting()
-            if first is None or not self._admit(first, budget, alone=not rows):
+            if first is None or not self._admit(first):
                 break
             budget -= self._prefill(first, budget, rows)
         return rows
 
     def _prefill(self, sequence: Sequence, budget: int, rows: Rows) -> int:
-        num_tokens = min(sequence.num_left, budget) if self.limits.chunked else sequence.num_left
+        """Without chunked prefill the first of a step is taken whole; the last is cut, so as not to waste what
+        is left of the budget."""
+        whole = not (self.limits.chunked or rows)
+        num_tokens = sequence.num_left if whole else min(sequence.num_left, budget)
         rows.append((sequence, sequence.take_in(num_tokens)))
         self._publish(sequence)
         return num_tokens
@@ -212,12 +215,10 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0][-1] if self._waiting else None
 
-    def _admit(self, sequence: Sequence, budget: int, alone: bool) -> bool:
+    def _admit(self, sequence: Sequence) -> bool:
         """Gives the first of those that wait a slot and blocks for its tokens, if there are."""
         shared = self._cached_blocks(sequence)
         num_cached = len(shared) * self.pool.block_size
-        if not self.limits.chunked and not alone and sequence.length - num_cached > budget:
-            return False
         kept = sequence.num_preempted >= MAX_PREEMPTIONS
         needed = self.pool.blocks_for(sequence.max_len if kept else sequence.length) - len(shared)
         self.pool.share(shared)

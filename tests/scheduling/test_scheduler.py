@@ -250,6 +250,17 @@ def test_chunks_go_after_the_decodes(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+def test_steps_of_prompts_are_full(depth: int) -> None:
+    """Without chunked prefill too: the last prompt of a step is cut, but one that is longer runs whole, alone."""
+    scheduler = Scheduler(BlockPool(40, 8), limits(max_prefill_seqs=4, max_decode_seqs=5, max_tokens=10))
+    for name, length in {"a": 4, "b": 4, "c": 4, "long": 30, "d": 7}.items():
+        scheduler.add(sequence(name, length, 2))
+    plans = run(scheduler, depth)
+    shapes = [(len(p.decodes), [c.num_tokens for c in p.prefills]) for p in plans]
+    assert shapes == [(0, [4, 4, 2]), (0, [2, 8]), (0, [22]), (0, [7]), (5, [])]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
 def test_everybody_progresses_when_blocks_run_out(depth: int) -> None:
     """Six that each need nearly the whole pool: preempted a bounded number of times, and all finish."""
     scheduler = Scheduler(BlockPool(9, 4), limits(max_decode_seqs=6, max_prefill_seqs=6))
