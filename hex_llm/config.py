@@ -267,8 +267,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = flag(
         None,
         ENGINE,
-        "The most tokens in one step. Without chunked prefill it limits the prompts that are put together, the "
-        "last of which may be cut; a longer one runs alone.",
+        "The most tokens in one step. Without chunked prefill it limits the prompts that are put together, "
+        "the last of which may be cut; a longer one runs alone.",
         unset="with chunked prefill, prefill_len_padding and max_decode_seqs together; else no limit",
     )
     async_scheduling: bool = flag(

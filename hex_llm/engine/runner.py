@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
@@ -92,8 +91,6 @@ class Runner:
         self._branches = self._platform != "gpu"
         self.num_late_compiles = 0
         self._is_warm = False
-        self._none_is_tuned = threading.Event()
-        self._none_is_tuned.set()
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
         attend: PagedAttention = cpu.paged_attention
@@ -175,18 +172,9 @@ class Runner:
     def warm_up(self, progress: bool = False) -> None:
         """Compiles every program that can be needed; on accelerators, also runs each step once."""
         keys = self.all_programs()
-        tuned = [key for key in keys if self._is_tuned(key)]
-        others = [key for key in keys if not self._is_tuned(key)]
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
-            self._none_is_tuned.clear()
-            compiled = compilers.map(self._program, [*tuned, *others])
-            told = iter(tqdm(compiled, "Compiling", len(keys), disable=not progress))
-            try:
-                for _ in tuned:
-                    next(told)
-            finally:
-                self._none_is_tuned.set()
-            list(told)
+            compiled = compilers.map(self._program, keys)
+            list(tqdm(compiled, "Compiling", len(keys), disable=not progress))
         if self._platform != "cpu":
             self._run_all()
         self._is_warm = True
@@ -231,10 +219,7 @@ class Runner:
             return kept
         with jax.default_matmul_precision(self._precision):
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=placed)
-            lowered = jitted.lower(*arguments)
-            if not self._is_tuned(key):
-                self._none_is_tuned.wait()
-            compiled = lowered.compile(compiler_options=self._options(key))
+            compiled = jitted.lower(*arguments).compile(compiler_options=self._options(key))
         if self._kept is not None:
             self._kept.save(repr(key), compiled)
         return compiled
@@ -246,16 +231,13 @@ class Runner:
         setting = (self.spec, self.layout, self.config.block_size, self._precision, held)
         return KeptPrograms(folder, list(self.mesh.devices.flat), *setting)
 
-    def _is_tuned(self, key: Key) -> bool:
-        """Whether the compiler chooses kernels by a stopwatch, beside which nothing else may compile. That is
-        worth it for one row's products: XLA's own kernels for them are the fastest."""
-        return self._platform == "gpu" and isinstance(key, StepShape) and key.num_tokens == 1
-
     def _options(self, key: Key) -> dict[str, Any] | None:
         if self._platform != "gpu":
             return None
-        graphs = GRAPHS if isinstance(key, StepShape) and not key.num_prefills else NO_GRAPHS
-        return graphs if self._is_tuned(key) else graphs | UNTRIED_PRODUCTS
+        if not isinstance(key, StepShape) or key.num_prefills:
+            return NO_GRAPHS | UNTRIED_PRODUCTS
+        # One row's products are worth trying: there XLA's own kernels are the fastest.
+        return GRAPHS if key.num_tokens == 1 else GRAPHS | UNTRIED_PRODUCTS
 
     def _op_by_op(self, key: Key) -> Program:
         function = self._described(key).function

@@ -35,7 +35,7 @@ class StepLimits:
 
     max_prefill_seqs: int
     max_decode_seqs: int
-    max_tokens: int  # of all chunks and decodes together; without chunked prefill one prompt may be longer, alone
+    max_tokens: int  # of all chunks and decodes together; if not chunked, one prompt may be longer, alone
     chunked: bool = False
     prefix_unit: int | None = None  # prefix-cache hits are multiples of it; None: no prefix cache
     max_sequences: int | None = None  # waiting and running
@@ -202,7 +202,7 @@ class Scheduler:
         return rows
 
     def _prefill(self, sequence: Sequence, budget: int, rows: Rows) -> int:
-        """Without chunked prefill the first of a step is taken whole; the last is cut, so as not to waste what
+        """Without chunked prefill the first of a step is taken whole; the last may still be cut, to use what
         is left of the budget."""
         whole = not (self.limits.chunked or rows)
         num_tokens = sequence.num_left if whole else min(sequence.num_left, budget)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from hex_llm.engine import programs
 from hex_llm.engine.batch import StepShape
 from hex_llm.engine.engine import NO_TOKEN, Engine
 from hex_llm.engine.programs import AddLogprobs, Adjust, Choose, Write
-from hex_llm.engine.runner import Runner
 from hex_llm.engine.sampling import WAYS
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
@@ -406,35 +404,11 @@ def test_a_late_compilation_is_counted_or_refused(folder: Path, caplog: pytest.L
     assert told["s", 0][-1].finish_reason is FinishReason.LENGTH, "it has another shape"
 
 
-def test_what_is_tuned_is_compiled_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where a stopwatch chooses kernels."""
-    events: list[str] = []
-    compile_it = jax.stages.Lowered.compile
-
-    def watched(lowered: jax.stages.Lowered, **options: Any) -> Any:
-        events.append("begin")
-        time.sleep(0.1)
-        compiled = compile_it(lowered, **options)
-        events.append("end")
-        return compiled
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", watched)
-    monkeypatch.setattr(
-        Runner, "_is_tuned", lambda _, key: isinstance(key, StepShape) and key.num_tokens == 1
-    )
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    engine = make_engine(folder, max_decode_seqs=2, max_model_len=32, prefill_len_padding=16)
-    engine.warm_up()
-    keys = engine.runner.all_programs()
-    assert set(engine.runner._programs) == set(keys)
-    assert len(events) == 2 * len(keys)
-    assert events[:3] == ["begin", "end", "begin"]
-
-
 def test_nothing_else_is_compiled_on_the_way(folder: Path) -> None:
     """Not even small things behind jax's back, once everything has been warmed up."""
     engine = make_engine(folder, max_decode_seqs=2, max_model_len=32, prefill_len_padding=16)
     engine.warm_up()
+    assert set(engine.runner._programs) == set(engine.runner.all_programs())
     compiled: list[str] = []
 
     def listen(event: str, *_: Any, **__: Any) -> None:

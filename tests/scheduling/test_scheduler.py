@@ -251,7 +251,7 @@ def test_chunks_go_after_the_decodes(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_steps_of_prompts_are_full(depth: int) -> None:
-    """Without chunked prefill too: the last prompt of a step is cut, but one that is longer runs whole, alone."""
+    """Without chunked prefill too: the last prompt of a step is cut; the first is not, however long."""
     scheduler = Scheduler(BlockPool(40, 8), limits(max_prefill_seqs=4, max_decode_seqs=5, max_tokens=10))
     for name, length in {"a": 4, "b": 4, "c": 4, "long": 30, "d": 7}.items():
         scheduler.add(sequence(name, length, 2))
