@@ -21,6 +21,7 @@ NUM_OUT = 12
 MAX_LEN = 96
 BATCHES = (1, 7, 32)
 CHUNKS = (None, 33, 40, 64)  # tokens in a step; None: chunked prefill is off
+PREFILLED = 60  # tokens in a step then: fewer than the longest prompts have
 BLOCK_SIZES = (8, 16, 32)
 NAMES = ("llama3", "gemma2-2b", "mixtral-8x7b", "qwen2-tied", "phi3-mini-128k-growing")
 MODELS = [tiny for tiny in FAMILIES if tiny.name in NAMES]
@@ -38,7 +39,7 @@ class Case(NamedTuple):
         chunked = {} if self.chunk is None else {"enable_chunked_prefill": True}
         return {
             **chunked,
-            "max_num_batched_tokens": self.chunk,
+            "max_num_batched_tokens": self.chunk or PREFILLED,
             "block_size": self.block_size,
             "num_blocks": 32 * MAX_LEN // self.block_size,
             "enable_prefix_cache_hbm": self.caching,
