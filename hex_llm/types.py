@@ -64,6 +64,7 @@ class Update(msgspec.Struct, array_like=True):
     stop_token_id: int | None = None  # the one of params.stop_token_ids that ended it
     error: str = ""  # what went wrong, with FinishReason.ERROR
     param: str | None = None  # the field of the request that is at fault, if one is
+    is_busy: bool = False  # nothing is at fault: there was too much else to do
 
 
 # ---- what the public API returns, under the names that vLLM's users know
@@ -92,6 +93,7 @@ class CompletionOutput:
     logprobs: list[Logprobs] | None = None
     error: str = ""
     error_param: str | None = None  # the field of the request that caused it, if one did
+    error_is_busy: bool = False  # there was too much else to do: later it may go well
 
 
 @dataclass

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,21 +20,23 @@ import numpy as np
 from hex_llm.config import EngineConfig
 from hex_llm.engine.admission import Limits, check_request, max_len_of
 from hex_llm.engine.batch import Ints
-from hex_llm.engine.constraints import Constraint, Matcher
+from hex_llm.engine.constraints import Constraint, TokenRules
+from hex_llm.engine.masks import MaskPool
 from hex_llm.engine.results import unpack_choice
 from hex_llm.engine.runner import CompiledLate, InFlight, Runner
 from hex_llm.engine.stats import Stats
 from hex_llm.engine.work import Work
-from hex_llm.errors import InvalidRequest
+from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.models.spec import ModelSpec
 from hex_llm.scheduling.blocks import BlockPool, root_key
 from hex_llm.scheduling.scheduler import Scheduler, StepLimits
 from hex_llm.scheduling.sequence import Sequence
-from hex_llm.text.grammar import GrammarFactory
+from hex_llm.text.grammar import GrammarFactory, Matcher
 from hex_llm.types import FinishReason, Request, StepPlan, TokenLogprobs, Update
 
-GRAMMAR_S = 8.0  # what compiling a request's grammar may take; text.grammar keeps it shorter by itself
-POLL_S = 0.01
+GRAMMAR_S = 8.0  # what compiling a request's grammar may take, with the time that it waits for others
+GRACE_S = 0.002  # what a step waits for masks; a choice whose mask takes longer sits steps out
+POLL_S = 0.01  # what an engine waits at a time that has nothing to do but wait
 NO_TOKEN = "the model gave no finite score to any token that is allowed"
 
 
@@ -45,6 +48,8 @@ class Choice:
     seed: int
     constraint: Constraint
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    next_mask: Future[Ints | None] | None = None  # while it is being made
+    is_late: bool = False  # a step has waited for that mask
 
 
 @dataclass(eq=False)
@@ -54,8 +59,7 @@ class Live:
     request: Request
     choices: list[Choice] = field(default_factory=list)  # empty while its grammar is being compiled
     reasons: dict[int, FinishReason] = field(default_factory=dict)  # of the choices that have ended
-    matchers: Future[list[Matcher]] | None = None
-    compiled_since: float | None = None  # when that was begun
+    matcher: Future[Matcher] | None = None  # while it is being made
     added: float = field(default_factory=time.monotonic)
     has_begun: bool = False  # a step has taken it in
 
@@ -79,9 +83,10 @@ class Engine:
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it
         self.ledger: Counter[str] = Counter()  # accepted, and one of finished, aborted, error for each
         self._grammars = grammars
-        self._compilers = ThreadPoolExecutor(1, "grammar")  # one is tried out at a time
+        self._masks = MaskPool()
         self._live: dict[str, Live] = {}
         self._choices: dict[Sequence, Choice] = {}
+        self._held: dict[Choice, None] = {}  # those whose masks are being made, in order
         self._in_flight: deque[tuple[InFlight, list[Sequence]]] = deque()
         self._updates: list[Update] = []
         self._num_padding = 0
@@ -104,9 +109,10 @@ class Engine:
         self.ledger["accepted"] += 1
         live = self._live[request.request_id] = Live(request)
         if request.params.structured_outputs is None:
-            self._begin(live, [None] * request.params.num_choices)
+            self._begin(live, None)
         else:
-            live.matchers = self._compilers.submit(self._compile, request)
+            assert self._grammars is not None  # or it would have been refused
+            live.matcher = self._grammars.submit(request.params.structured_outputs)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once; one that has ended, or never was, is ignored."""
@@ -129,15 +135,16 @@ class Engine:
         """Sends the next step off, reads the one before it, and tells what that brought."""
         self._step = Stats()
         self._begin_compiled()
+        self._take_masks()
         with self._timed("schedule_s"), self.runner.recorder.phase("schedule"):
             plan, sequences = self.scheduler.schedule()
         if sequences:
             self._send_off(plan, sequences)
         if self._in_flight and len(self._in_flight) > (self.config.async_scheduling if sequences else 0):
             self._read(*self._in_flight.popleft())
+        elif not (sequences or self._updates):
+            self._wait()
         updates, self._updates = self._updates, []
-        if not self.has_work:
-            self.check()
         return updates
 
     @property
@@ -175,10 +182,20 @@ class Engine:
         if not self.has_work:
             assert self.scheduler.is_idle
 
+    def check_idle(self) -> None:
+        """A part of these that takes no time to speak of, for an engine that has nothing to do."""
+        assert len(self._live) + len(self._choices) == 0, "a request is lost"
+        self.scheduler.check_idle()
+
     def _send_off(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Who fails on the way is taken out of the step: it would compute from what its slot held before."""
         try:
             with self._timed("dispatch_s"):
                 self._write_slots(plan, sequences)
+                plan, sequences = self.scheduler.drop_ended(plan, sequences)
+                if not sequences:
+                    return
+                assert all(sequence.slot_is_written for sequence in sequences)
                 sent = self.runner.dispatch(plan)
             self._in_flight.append((sent, sequences))
             self.num_steps += 1
@@ -188,7 +205,7 @@ class Engine:
         except CompiledLate as error:
             for sequence in sequences:
                 self._fail(sequence, str(error))
-            self.scheduler.collect(plan, sequences, [-1] * len(sequences))  # in vain: all of them have ended
+            self.scheduler.drop_ended(plan, sequences)
 
     def _read(self, step: InFlight, sequences: list[Sequence]) -> None:
         with self._timed("wait_s"):
@@ -243,16 +260,46 @@ class Engine:
                 update.stop_token_id = token_id
             self._note_end(live, choice, sequence.finish_reason, update)
         elif choice.constraint.matcher is not None:
-            self._follow(live, choice, token_id)
+            self._follow(choice, token_id)
 
-    def _follow(self, live: Live, choice: Choice, token_id: int) -> None:
-        matcher = choice.constraint.matcher
-        assert matcher is not None
+    def _follow(self, choice: Choice, token_id: int) -> None:
+        """The choice sits out until the mask is there of what may follow the token."""
+        assert choice.constraint.matcher is not None
+        choice.next_mask, choice.is_late = self._masks.submit(choice.constraint.matcher, token_id), False
+        choice.sequence.is_held = True
+        self._held[choice] = None
+
+    def _take_masks(self) -> None:
+        """Lets choices go on whose masks are there. Each is waited for a little while, once."""
+        new = [choice.next_mask for choice in self._held if choice.next_mask and not choice.is_late]
+        if new:
+            wait(new, GRACE_S)
+        for choice in list(self._held):
+            choice.is_late = True
+            if choice.sequence.finish_reason is not None:
+                assert choice.next_mask is not None
+                choice.next_mask.cancel()
+                del self._held[choice]
+            elif choice.next_mask is not None and choice.next_mask.done():
+                del self._held[choice]
+                self._take_mask(choice, choice.next_mask)
+
+    def _take_mask(self, choice: Choice, made: Future[Ints | None]) -> None:
+        choice.next_mask, choice.sequence.is_held = None, False
         with self._failing(choice.sequence):
-            if not matcher.accept(token_id):
-                self._fail(choice.sequence, f"token {token_id} does not follow the grammar")
-            elif matcher.stopped:
+            mask = made.result()
+            if mask is None:
+                live = self._live[choice.sequence.request_id]
                 self._end(live, choice.sequence.index, FinishReason.STOP)
+            else:
+                choice.constraint.put_mask(mask)
+
+    def _wait(self) -> None:
+        """All that is left to do is done beside this thread: do not spin."""
+        beside: list[Future[Any] | None] = [live.matcher for live in self._live.values()]
+        beside += [choice.next_mask for choice in self._held]
+        if under_way := [one for one in beside if one is not None]:
+            wait(under_way, POLL_S, "FIRST_COMPLETED")
 
     def _keep_prompt_logprobs(self, step: InFlight, sequences: list[Sequence]) -> None:
         for row in range(len(step.plan.decodes), len(sequences)):
@@ -288,13 +335,13 @@ class Engine:
 
     # ---- how requests begin and end
 
-    def _begin(self, live: Live, matchers: list[Matcher] | list[None]) -> None:
+    def _begin(self, live: Live, matcher: Matcher | None) -> None:
         request, params = live.request, live.request.params
         ends = not params.ignore_eos or params.structured_outputs is not None
         stop_ids = frozenset(params.stop_token_ids) | frozenset(self.spec.eos_ids if ends else ())
-        seed = self._seed(request)
-        for index, matcher in enumerate(matchers):
-            constraint = Constraint(request, stop_ids, self.spec.vocab_size, matcher)
+        seed, rules = self._seed(request), TokenRules(request, stop_ids, self.spec.vocab_size)
+        for index in range(params.num_choices):
+            constraint = Constraint(rules, matcher.copy() if matcher and index else matcher)
             sequence = Sequence(
                 request.request_id,
                 request.prompt_ids,
@@ -321,33 +368,24 @@ class Engine:
         drawn = sha256(f"{self.config.seed} {self.ledger['accepted']}".encode()).digest()
         return int.from_bytes(drawn[:8])
 
-    def _compile(self, request: Request) -> list[Matcher]:
-        """Runs in a thread of its own."""
-        assert self._grammars is not None
-        assert request.params.structured_outputs is not None
-        first = self._grammars.compile(request.params.structured_outputs)
-        return [first, *(first.copy() for _ in range(1, request.params.num_choices))]
-
     def _begin_compiled(self) -> None:
         """Lets requests run whose grammars are ready; ends those whose are not in time."""
-        compiling = [live for live in self._live.values() if live.matchers is not None]
-        if compiling and self.scheduler.is_idle:  # nothing else to do: do not spin
-            wait([live.matchers for live in compiling if live.matchers], POLL_S, "FIRST_COMPLETED")
+        compiling = [live for live in self._live.values() if live.matcher is not None]
         for live in compiling:
-            assert live.matchers is not None
-            if live.matchers.done():
-                matchers, live.matchers = live.matchers, None
+            assert live.matcher is not None
+            if live.matcher.done():
+                made, live.matcher = live.matcher, None
                 try:
-                    self._begin(live, matchers.result())
+                    self._begin(live, made.result())
                 except Exception as error:  # whatever its grammar does to us, it ends that request only
-                    self._end_all(live, FinishReason.ERROR, str(error), "structured_outputs")
-            elif live.matchers.running():
-                live.compiled_since = live.compiled_since or time.monotonic()
-                if time.monotonic() > live.compiled_since + GRAMMAR_S:
-                    message = f"structured_outputs: compiling it takes longer than {GRAMMAR_S:g} s"
-                    self._end_all(live, FinishReason.ERROR, message, "structured_outputs")
+                    is_busy = isinstance(error, QueueFull)
+                    param = error.param if isinstance(error, InvalidRequest) else None
+                    self._end_all(live, FinishReason.ERROR, str(error), param, is_busy=is_busy)
+            elif time.monotonic() > live.added + GRAMMAR_S:
+                message = f"structured_outputs: others that are compiled before it take over {GRAMMAR_S:g} s"
+                self._end_all(live, FinishReason.ERROR, message, is_busy=True)
         self._step.num_waiting = sum(
-            live.request.params.num_choices for live in compiling if live.matchers is not None
+            live.request.params.num_choices for live in compiling if live.matcher is not None
         )
 
     @contextmanager
@@ -364,18 +402,31 @@ class Engine:
         if live is not None and sequence.index not in live.reasons:
             self._end(live, sequence.index, FinishReason.ERROR, message, param)
 
-    def _end_all(self, live: Live, reason: FinishReason, error: str = "", param: str | None = None) -> None:
-        if live.matchers is not None:
-            live.matchers.cancel()
+    def _end_all(
+        self,
+        live: Live,
+        reason: FinishReason,
+        error: str = "",
+        param: str | None = None,
+        is_busy: bool = False,
+    ) -> None:
+        if live.matcher is not None:
+            live.matcher.cancel()
         for index in range(live.request.params.num_choices):
             if index not in live.reasons:
-                self._end(live, index, reason, error, param)
+                self._end(live, index, reason, error, param, is_busy)
 
     def _end(
-        self, live: Live, index: int, reason: FinishReason, error: str = "", param: str | None = None
+        self,
+        live: Live,
+        index: int,
+        reason: FinishReason,
+        error: str = "",
+        param: str | None = None,
+        is_busy: bool = False,
     ) -> None:
         """Ends a choice, told by an update of its own."""
-        update = Update(live.request.request_id, index, error=error, param=param)
+        update = Update(live.request.request_id, index, error=error, param=param, is_busy=is_busy)
         self._updates.append(update)
         choice = live.choices[index] if live.choices else None
         if choice is not None and choice.sequence.finish_reason is None:

@@ -109,6 +109,7 @@ class LLM:
                 self.engine.abort(request_id)
             while self.engine.has_work:
                 self.engine.step()
+            self.engine.check_idle()
         return [collector.output() for collector in collectors]
 
     def _take(self, collector: OutputCollector, update: Update) -> bool:

@@ -37,6 +37,7 @@ class Delta(msgspec.Struct):
     stop_reason: int | str | None
     error: str
     error_param: str | None
+    error_is_busy: bool
 
 
 def for_engine(request: Request) -> Request:
@@ -141,6 +142,7 @@ class OutputCollector:
             logprobs,
             choice.error,
             choice.error_param,
+            choice.error_is_busy,
         )
 
     def _prompt_text(self) -> str:
@@ -176,6 +178,7 @@ class _Choice:
     stop_reason: int | str | None = None
     error: str = ""
     error_param: str | None = None
+    error_is_busy: bool = False
     # What a reader of deltas has got:
     num_told: int = 0  # tokens
     num_pieces_told: int = 0
@@ -189,7 +192,7 @@ class _Choice:
             self.logprobs += update.logprobs
         if ended:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_token_id
-            self.error, self.error_param = update.error, update.param
+            self.error, self.error_param, self.error_is_busy = update.error, update.param, update.is_busy
             # Stopped by the engine with a token, it is that token; stopped otherwise, there is none.
             if update.finish_reason is FinishReason.STOP and not include_stop:
                 text_ids = text_ids[:-1]
@@ -225,7 +228,7 @@ class _Choice:
         text = self.pieces[first] if num_pieces - first == 1 else "".join(self.pieces[first:])
         ids = self.token_ids[start:]
         logprobs = None if named is None else named(ids, self.logprobs[start:])
-        end = self.finish_reason, self.stop_reason, self.error, self.error_param
+        end = self.finish_reason, self.stop_reason, self.error, self.error_param, self.error_is_busy
         return Delta(self.index, text, ids, logprobs, *end)
 
 

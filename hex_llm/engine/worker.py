@@ -71,6 +71,7 @@ class SteppedEngine(Protocol):
     def abort(self, request_id: str) -> None: ...
     def stop(self, request_id: str, index: int) -> None: ...
     def step(self) -> list[Update]: ...
+    def check_idle(self) -> None: ...
 
 
 Load = Callable[[EngineConfig], SteppedEngine]
@@ -125,6 +126,7 @@ class Worker:
         since = time.perf_counter()
         while True:
             if not engine.has_work:
+                engine.check_idle()
                 self._inbox.poll()
                 since = time.perf_counter()  # being idle is no part of a step
             for command in self._commands():

@@ -12,6 +12,7 @@ from hashlib import sha256
 from struct import pack
 
 PADDING_BLOCK = 0  # never handed out: padded tokens write there
+CHECKED_AT_ONCE = 4096  # blocks: a millisecond or two
 
 
 def root_key(salt: str) -> bytes:
@@ -32,6 +33,7 @@ class BlockPool:
         self._free = OrderedDict.fromkeys(range(1, num_blocks))  # the next to be handed out first
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._next_checked = 1
 
     @property
     def num_free(self) -> int:
@@ -99,6 +101,15 @@ class BlockPool:
             assert (block in self._free) == (holders[block] == 0), f"{block = } is free and held, or lost"
         assert len(self._free) + len(holders) == self.num_usable
         assert self._block_of == {key: block for block, key in self._key_of.items()}
+
+    def check_some_free(self) -> None:
+        """That the next blocks in turn are free, as all are when nobody holds any."""
+        blocks = range(self._next_checked, min(self._next_checked + CHECKED_AT_ONCE, self.num_blocks))
+        for block in blocks:
+            assert self._num_holders[block] == 0, f"{block = } is held by nobody known"
+            assert block in self._free, f"{block = } is lost"
+        self._next_checked = blocks.stop if blocks.stop < self.num_blocks else 1
+        assert len(self._block_of) == len(self._key_of)
 
     def _take_one(self) -> int:
         block, _ = self._free.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Who runs in the next step: by priority, then first come, first served. Pure Python: no arrays, no devices.
+"""Who runs in the next step: first come, first served, but for priority. Pure Python: no arrays, no devices.
 
 A step decodes one token for every running sequence that can, or prefills prompts; with chunked prefill it
 does both, the decodes first. A sequence is admitted when its tokens so far fit into free blocks, and gets
@@ -6,14 +6,18 @@ more blocks as it grows. When they run out, the last in order gives all of its o
 later.
 
 Steps are read after the next one was sent off. What a sequence holds is therefore released only when the last
-step that it takes part in has been read, and nobody is preempted while any step is in flight.
+step that it takes part in has been read, and nobody is preempted while any step is in flight. Blocks can be
+found by others only when the step that filled them was read; who could use blocks that a step in flight is
+filling waits for that step instead of computing them again.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import time
 from bisect import insort
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
@@ -27,6 +31,8 @@ Rows = list[tuple[Sequence, Chunk]]
 
 # A sequence that was preempted so often gets the blocks of its longest life at once, and keeps them.
 MAX_PREEMPTIONS = 3
+MAX_PASSED = 64  # of those that wait and cannot begin yet, so many are passed over in a step
+PRIORITY_S = 10.0  # how much earlier a request counts as having come, for each doubling of its priority
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,18 @@ class StepLimits:
         )
 
 
+def precedence(priority: int) -> float:
+    """Seconds that a request of this priority counts as having come later (if negative, earlier) than it did.
+
+    Bounded, at 310 s: whoever waits is overtaken only by who comes that much later.
+    """
+    return math.copysign(PRIORITY_S * math.log2(1 + abs(priority)), priority)
+
+
 class Scheduler:
-    def __init__(self, pool: BlockPool, limits: StepLimits) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: StepLimits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.pool = pool
         self.limits = limits
         self.running: list[Sequence] = []
@@ -64,7 +80,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # tokens that were looked for among cached prefixes, and those found
         self.num_prefix_hits = 0
-        self._waiting: list[tuple[int, int, Sequence]] = []  # a heap; may hold some that have ended
+        self._clock = clock
+        self._waiting: list[tuple[float, int, Sequence]] = []  # a heap; may hold some that have ended
+        self._filling: dict[bytes, Sequence] = {}  # keys of blocks that steps in flight fill, and for whom
         self._leaving: list[Sequence] = []  # ended, but a step in flight still touches what they hold
         self._free_slots = list(range(limits.max_decode_seqs, NO_SLOT, -1))
         self._num_arrived = 0
@@ -81,6 +99,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self._num_arrived += 1
         sequence.arrival = self._num_arrived
+        sequence.rank = self._clock() + precedence(sequence.priority)
         self._enqueue(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -118,6 +137,20 @@ class Scheduler:
         plan = StepPlan(tuple(chunk for _, chunk in decodes), tuple(chunk for _, chunk in prefills))
         return plan, [sequence for sequence, _ in decodes + prefills]
 
+    def drop_ended(self, plan: StepPlan, sequences: ListLike[Sequence]) -> tuple[StepPlan, list[Sequence]]:
+        """The step that was scheduled last and was not sent off yet, without those that have ended since."""
+        rows = list(zip(plan.chunks, sequences, strict=True))
+        for sequence in sequences:
+            sequence.num_in_flight -= sequence.finish_reason is not None
+        decodes, prefills = (
+            tuple(chunk for chunk, s in part if s.finish_reason is None)
+            for part in (rows[: len(plan.decodes)], rows[len(plan.decodes) :])
+        )
+        left = [s for s in sequences if s.finish_reason is None]
+        self._in_flight -= not left
+        self._release_leaving()
+        return StepPlan(decodes, prefills), left
+
     def collect(self, plan: StepPlan, sequences: ListLike[Sequence], token_ids: ListLike[int]) -> list[int]:
         """The oldest step in flight was read: what each of its rows chose; negative: nothing could be chosen.
 
@@ -128,14 +161,16 @@ class Scheduler:
         rows = zip(plan.chunks, sequences, token_ids, strict=True)
         for row, (chunk, sequence, token_id) in enumerate(rows):
             sequence.num_in_flight -= 1
-            if not chunk.samples or sequence.finish_reason is not None:
-                continue
-            touched.append(row)
-            reason = FinishReason.ERROR if token_id < 0 else sequence.read(token_id)
+            sequence.num_written = chunk.end
+            if chunk.samples and sequence.finish_reason is None:
+                touched.append(row)
+                reason = FinishReason.ERROR if token_id < 0 else sequence.read(token_id)
+            else:
+                reason = None
+            if token_id >= 0 or not chunk.samples:
+                self._publish(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
-            else:
-                self._publish(sequence)
         self._release_leaving()
         return touched
 
@@ -159,8 +194,18 @@ class Scheduler:
         assert self.running == sorted(self.running, key=lambda s: s.order)
         for s in self.running:
             assert s.num_computed <= min(s.length, len(s.blocks) * self.pool.block_size)
+        assert all(s in holders and s.num_in_flight for s in self._filling.values())
         if self.is_idle:
             assert self.pool.num_free == self.pool.num_usable
+
+    def check_idle(self) -> None:
+        """The same of a scheduler with nothing to do, as far as it takes no time to speak of: of the pool's
+        blocks each call looks at the next ones."""
+        assert self.is_idle, "something is left"
+        assert not self._filling
+        assert sorted(self._free_slots) == list(range(1, self.limits.max_decode_seqs + 1))
+        assert self.pool.num_free == self.pool.num_usable
+        self.pool.check_some_free()
 
     # ---- parts of a step
 
@@ -191,14 +236,24 @@ class Scheduler:
     def _prefills(self, budget: int) -> Rows:
         """Chunks of at most `budget` tokens together: of those that have begun, then of those that wait."""
         rows: Rows = []
+        most = self.limits.max_prefill_seqs
         for sequence in self.running:
-            if sequence.num_left > 1 and budget > 0 and len(rows) < self.limits.max_prefill_seqs:
+            if sequence.num_left > 1 and not sequence.is_held and budget > 0 and len(rows) < most:
                 budget -= self._prefill(sequence, budget, rows)
-        while budget > 0 and len(rows) < self.limits.max_prefill_seqs:
+        passed: list[tuple[float, int, Sequence]] = []
+        while budget > 0 and len(rows) < most and len(passed) < MAX_PASSED:
             first = self._next_waiting()
-            if first is None or not self._admit(first):
+            if first is None:
                 break
-            budget -= self._prefill(first, budget, rows)
+            shared, more_is_coming = self._cached_blocks(first)
+            if first.is_held or more_is_coming:
+                passed.append(heapq.heappop(self._waiting))
+            elif self._admit(first, shared):
+                budget -= self._prefill(first, budget, rows)
+            else:
+                break
+        for one in passed:
+            heapq.heappush(self._waiting, one)
         return rows
 
     def _prefill(self, sequence: Sequence, budget: int, rows: Rows) -> int:
@@ -207,7 +262,8 @@ class Scheduler:
         whole = not (self.limits.chunked or rows)
         num_tokens = sequence.num_left if whole else min(sequence.num_left, budget)
         rows.append((sequence, sequence.take_in(num_tokens)))
-        self._publish(sequence)
+        for key in self._keys_within(sequence, sequence.num_computed):
+            self._filling.setdefault(key, sequence)
         return num_tokens
 
     def _next_waiting(self) -> Sequence | None:
@@ -215,9 +271,9 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0][-1] if self._waiting else None
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Gives the first of those that wait a slot and blocks for its tokens, if there are."""
-        shared = self._cached_blocks(sequence)
+    def _admit(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Gives the first of those that wait a slot and blocks for its tokens, if there are; `shared` blocks
+        hold the beginning of these already."""
         num_cached = len(shared) * self.pool.block_size
         kept = sequence.num_preempted >= MAX_PREEMPTIONS
         needed = self.pool.blocks_for(sequence.max_len if kept else sequence.length) - len(shared)
@@ -230,7 +286,7 @@ class Scheduler:
         sequence.slot, sequence.slot_is_written = self._free_slots.pop(), False
         sequence.blocks = shared + self.pool.take(needed)
         sequence.num_computed = num_cached
-        sequence.num_published = len(shared)
+        sequence.num_published, sequence.num_written = len(shared), num_cached
         if sequence.num_cached is None:
             sequence.num_cached = num_cached
             if self.limits.prefix_unit is not None:
@@ -246,25 +302,39 @@ class Scheduler:
 
     # ---- what sequences hold
 
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the beginning of its tokens already; its last token is computed in any case."""
+    def _cached_blocks(self, sequence: Sequence) -> tuple[list[int], bool]:
+        """Blocks that hold the beginning of its tokens already, and whether steps in flight are filling more
+        of them; its last token is computed in any case."""
         unit, size = self.limits.prefix_unit, self.pool.block_size
         if unit is None or not sequence.shares_blocks:
+            return [], False
+        keys = sequence.keys((sequence.length - 1) // unit * unit // size, size)
+        found = self.pool.find(keys)
+        num_soon = len(found)
+        while num_soon < len(keys) and keys[num_soon] in self._filling:
+            num_soon += 1
+        usable, soon = (num_blocks * size // unit * unit // size for num_blocks in (len(found), num_soon))
+        return found[:usable], soon > usable
+
+    def _keys_within(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Of its blocks that are full with so many tokens, all known, and that were not published yet."""
+        if self.limits.prefix_unit is None or not sequence.shares_blocks:
             return []
-        most = (sequence.length - 1) // unit * unit
-        found = self.pool.find(sequence.keys(most // size, size))
-        return found[: len(found) * size // unit * unit // size]
+        num_full = min(num_tokens, len(sequence.token_ids)) // self.pool.block_size
+        return sequence.keys(num_full, self.pool.block_size)[sequence.num_published :]
 
     def _publish(self, sequence: Sequence) -> None:
-        """Lets others find its blocks that are full of known tokens."""
-        if self.limits.prefix_unit is None or not sequence.shares_blocks:
-            return
-        size = self.pool.block_size
-        num_full = min(sequence.num_computed, len(sequence.token_ids)) // size
-        keys = sequence.keys(num_full, size)
-        for i in range(sequence.num_published, num_full):
-            self.pool.publish(sequence.blocks[i], keys[i])
-        sequence.num_published = num_full
+        """Lets others find its blocks that are full and were filled by steps that have been read."""
+        keys = self._keys_within(sequence, sequence.num_written)
+        for i, key in enumerate(keys, sequence.num_published):
+            self.pool.publish(sequence.blocks[i], key)
+        sequence.num_published += len(keys)
+        self._fills_no_more(sequence, keys)
+
+    def _fills_no_more(self, sequence: Sequence, keys: ListLike[bytes]) -> None:
+        for key in keys:
+            if self._filling.get(key) is sequence:
+                del self._filling[key]
 
     def _restart_outgrown(self) -> None:
         for sequence in [s for s in self.running if s.must_restart and not s.num_in_flight]:
@@ -289,6 +359,7 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        self._fills_no_more(sequence, sequence.block_keys[sequence.num_published :])
         self.pool.release(sequence.blocks)
         self._free_slots.append(sequence.slot)
         sequence.blocks, sequence.slot = [], NO_SLOT

@@ -35,12 +35,15 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # of its first blocks, as far as they were needed
     num_published: int = 0  # blocks
+    num_written: int = 0  # tokens whose KV is in the cache by the steps that were read
     slot: int = NO_SLOT
     slot_is_written: bool = False  # the device remembers it there
     num_computed: int = 0  # tokens whose KV is in the cache, or will be after the steps sent off
     span: int = 0  # its length when it was last prefilled on purpose: rope frequencies are for that
     num_cached: int | None = None  # prompt tokens found in the prefix cache; None before it is admitted
     num_preempted: int = 0
+    is_held: bool = False  # what may come next is still being found out: no step takes it in
+    rank: float = 0.0  # when it came, as far as its priority lets that count
     arrival: int = 0
     finish_reason: FinishReason | None = None
 
@@ -49,9 +52,9 @@ class Sequence:
         self.span = self.span or len(self.token_ids)
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[float, int]:
         """Who comes first, runs first."""
-        return self.priority, self.arrival
+        return self.rank, self.arrival
 
     @property
     def length(self) -> int:
@@ -81,7 +84,7 @@ class Sequence:
     def can_decode(self) -> bool:
         """Its last token alone is left, wherever that is known, and another one may follow."""
         ready = self.num_left == 1 and self.length < self.max_len and not self.must_restart
-        return ready and not (self.waits_for_tokens and self.num_unread)
+        return ready and not self.is_held and not (self.waits_for_tokens and self.num_unread)
 
     def take_in(self, num_tokens: int) -> Chunk:
         """The next so many tokens go into a step that is sent off now."""

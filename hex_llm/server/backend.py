@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import Delta
-from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.errors import HexError, InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.schemas import Sampling
 from hex_llm.text.tokenizer import Tokenizer
@@ -58,6 +58,8 @@ async def answer(
 def raise_failure(choice: CompletionOutput | Delta) -> None:
     """A fault of the request may show only when the engine is at it, as one in a grammar does."""
     if choice.finish_reason is FinishReason.ERROR:
+        if choice.error_is_busy:
+            raise QueueFull(choice.error)
         at_fault = choice.error_param
         raise HexError(choice.error) if at_fault is None else InvalidRequest(choice.error, at_fault)
 

@@ -1,6 +1,9 @@
-"""The token sequences that write a word which a request does not want."""
+"""The token sequences that write a word which a request does not want, and what may not follow for that."""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from hex_llm.errors import InvalidRequest, one_line
 from hex_llm.text.tokenizer import Tokenizer
@@ -30,3 +33,48 @@ def bad_word_ids(tokenizer: Tokenizer, word: str) -> list[list[int]]:
 
 def _ends_with(ids: list[int], other: list[int]) -> bool:
     return len(other) < len(ids) and ids[-len(other) :] == other
+
+
+class BadWords:
+    """Which tokens would complete one of several sequences: Aho and Corasick's automaton over all but the
+    last token of each, so that a token costs the same however many and long the sequences are."""
+
+    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._ends: list[frozenset[int]] = [frozenset()]  # of each state
+        self._shorter: list[int] = [0]  # the state of the longest proper end of what led to each state
+        for ids in sequences:
+            state = self._state_of(ids[:-1])
+            self._ends[state] |= {ids[-1]}
+        self._link()
+
+    def after(self, state: int, token_id: int) -> int:
+        """The state after one more token; the first state is 0."""
+        while state and token_id not in self._next[state]:
+            state = self._shorter[state]
+        return self._next[state].get(token_id, 0)
+
+    def forbidden(self, state: int) -> frozenset[int]:
+        return self._ends[state]
+
+    def _state_of(self, ids: Sequence[int]) -> int:
+        state = 0
+        for token_id in ids:
+            if token_id not in self._next[state]:
+                self._next[state][token_id] = len(self._next)
+                self._next.append({})
+                self._ends.append(frozenset())
+                self._shorter.append(0)
+            state = self._next[state][token_id]
+        return state
+
+    def _link(self) -> None:
+        """Shorter states first: each builds on those of its ends."""
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            for token_id, longer in self._next[state].items():
+                self._shorter[longer] = self.after(self._shorter[state], token_id)
+                queue.append(longer)
+            if ends := self._ends[self._shorter[state]]:
+                self._ends[state] |= ends

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from hex_llm.engine.constraints import Constraint, Matcher
+from hex_llm.engine.constraints import Constraint, Matcher, TokenRules
 from hex_llm.sampling_params import SamplingParams
+from hex_llm.text.grammar import Budget
 from hex_llm.types import Request
 
 PROMPT, EOS, STOP, NUM_TOKENS = [5, 6], 2, 9, 70
@@ -18,6 +19,7 @@ class OnlyThese:
     """A grammar after which only these tokens may follow."""
 
     stopped = False
+    budget = Budget()
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self.token_ids = set(token_ids)
@@ -29,12 +31,15 @@ class OnlyThese:
     def accept(self, token_id: int) -> bool:
         return token_id in self.token_ids
 
+    def copy(self) -> OnlyThese:
+        return self
+
 
 def allowed(
     params: SamplingParams, matcher: Matcher | None, num_generated: int, bad: tuple[list[int], ...] = ()
 ) -> set[int]:
     request = Request("r", PROMPT, params, bad_word_ids=list(bad))
-    words = Constraint(request, (EOS, STOP), NUM_TOKENS, matcher).words(
+    words = Constraint(TokenRules(request, (EOS, STOP), NUM_TOKENS), matcher).words(
         [*PROMPT, *[7] * num_generated], len(PROMPT) + num_generated
     )
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())

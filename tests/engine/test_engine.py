@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hex_llm.engine.programs import AddLogprobs, Adjust, Choose, Write
 from hex_llm.engine.sampling import WAYS
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
+from hex_llm.text.grammar import Budget
 from hex_llm.types import FinishReason, Request, Update
 from tests.engine.driving import drive, make_engine, request, tokens
 from tests.tiny import Tiny, greedy_tokens
@@ -259,11 +261,17 @@ class Grammar:
     """Allows everything; following it fails after two tokens, through the request's fault or another's."""
 
     stopped = False
+    budget = Budget()
 
     def __init__(self, error: Exception | None) -> None:
         self.error, self.num_left = error, 2
 
-    def compile(self, _: StructuredOutputs) -> Grammar:
+    def submit(self, _: StructuredOutputs) -> Future[Grammar]:
+        made: Future[Grammar] = Future()
+        made.set_result(self)
+        return made
+
+    def copy(self) -> Grammar:
         return self
 
     def mask(self) -> np.ndarray:

@@ -82,6 +82,8 @@ class Traffic(RuleBasedStateMachine):
         self.in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self.alive: list[Sequence] = []
         self.num_added = 0
+        self.content: dict[tuple[int, int], tuple[int, ...]] = {}  # of places in blocks: all tokens up to it
+        self.tokens_of: dict[bytes, tuple[int, ...]] = {}  # by the keys of blocks
 
     @rule(
         prompt=st.integers(1, 30),
@@ -124,6 +126,23 @@ class Traffic(RuleBasedStateMachine):
         self.in_flight.append((plan, rows))
         self._check_plan(plan, rows)
 
+    @precondition(lambda self: len(self.in_flight) <= self.depth)
+    @rule(fails=st.lists(st.booleans(), min_size=8, max_size=8))
+    def send_off_a_part(self, fails: list[bool]) -> None:
+        """Some fail after they were scheduled."""
+        plan, rows = self.scheduler.schedule()
+        if not rows:
+            return
+        for s, fail in zip(rows, fails * len(rows), strict=False):
+            if fail:
+                self.scheduler.finish(s, FinishReason.ERROR)
+                self.alive.remove(s)
+        plan, rows = self.scheduler.drop_ended(plan, rows)
+        assert all(s.finish_reason is None for s in rows)
+        if rows:
+            self.in_flight.append((plan, rows))
+            self._check_plan(plan, rows)
+
     def _check_plan(self, plan: StepPlan, rows: list[Sequence]) -> None:
         assert len(plan.chunks) == len(rows) == len(set(rows))
         assert len(plan.prefills) <= self.limits.max_prefill_seqs
@@ -148,7 +167,14 @@ class Traffic(RuleBasedStateMachine):
         plan, rows = self.in_flight.popleft()
         ended_before = {s for s in rows if s.finish_reason is not None}
         chosen = (tokens * len(rows))[: len(rows)]
+        size = self.scheduler.pool.block_size
+        for chunk, s in zip(plan.chunks, rows, strict=True):
+            for place in range(chunk.position, chunk.end):
+                self.content[s.blocks[place // size], place % size] = tuple(s.token_ids[: place + 1])
         touched = self.scheduler.collect(plan, rows, chosen)
+        for s in rows:
+            for i, key in enumerate(s.block_keys, 1):
+                self.tokens_of[key] = tuple(s.token_ids[: i * size])
         for row in touched:
             assert plan.chunks[row].samples
             assert rows[row] not in ended_before
@@ -178,6 +204,10 @@ class Traffic(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
+        for key, block in self.scheduler.pool._block_of.items():  # what can be found was computed
+            tokens = self.tokens_of[key]
+            for offset, end in enumerate(range(len(tokens) - self.scheduler.pool.block_size, len(tokens)), 0):
+                assert self.content.get((block, offset)) == tokens[: end + 1]
         for plan, rows in self.in_flight:  # nothing that a step touches is free
             for chunk, s in zip(plan.chunks, rows, strict=True):
                 assert s.slot == chunk.slot, "its slot was given up under a step in flight"
@@ -214,6 +244,58 @@ TestLongTraffic = pytest.mark.slow(LongTraffic.TestCase)
 TestLongTraffic.settings = settings(
     max_examples=1000, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def prefix_users(num_users: int, **changes: object) -> tuple[Scheduler, list[Sequence]]:
+    scheduler = Scheduler(BlockPool(100, 4), limits(prefix_unit=4, max_prefill_seqs=4, **changes))
+    users = [sequence(str(i), 20, 2) for i in range(num_users)]
+    for one in users:
+        scheduler.add(one)
+    return scheduler, users
+
+
+def test_blocks_can_be_found_when_the_step_that_filled_them_was_read() -> None:
+    scheduler, _ = prefix_users(1)
+    plan, rows = scheduler.schedule()
+    assert scheduler.pool.num_cached == 0
+    scheduler.collect(plan, rows, [1])
+    assert scheduler.pool.num_cached == 5
+    run(scheduler)
+
+
+def test_blocks_of_a_step_that_was_not_sent_cannot_be_found() -> None:
+    scheduler, (first, second) = prefix_users(2)
+    plan, rows = scheduler.schedule()
+    scheduler.finish(first, FinishReason.ERROR)
+    assert scheduler.drop_ended(plan, rows) == (StepPlan(), [])
+    scheduler.check()
+    assert scheduler.pool.num_cached == 0
+    run(scheduler)
+    assert second.num_cached == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_who_shares_a_prefix_waits_while_it_is_computed_and_nobody_behind_them_does(depth: int) -> None:
+    scheduler, users = prefix_users(4)
+    scheduler.add(sequence("other", 3, 2, cache_key=root_key("other")))
+    plans = run(scheduler, depth)
+    assert [chunk.num_tokens for chunk in plans[0].prefills] == [20, 3]
+    assert [user.num_cached for user in users] == [0, 16, 16, 16]
+
+
+def test_who_waits_ages() -> None:
+    """A stream of requests with the best priority comes before the others for minutes, not for ever."""
+    now = 0.0
+    scheduler = Scheduler(BlockPool(100, 8), limits(max_prefill_seqs=1), clock=lambda: now)
+    scheduler.add(patient := sequence("patient", 4, 1))
+    for second in range(400):
+        now = float(second)
+        scheduler.add(sequence(f"at {second}", 4, 1, priority=-(2**31 - 1)))
+        plan, rows = scheduler.schedule()
+        scheduler.collect(plan, rows, [1] * len(rows))
+        if patient.finish_reason is not None:
+            break
+    assert 300 < now < 320
 
 
 def test_first_come_first_served_but_for_priority() -> None:

@@ -214,6 +214,9 @@ class FakeEngine:
         if (request_id, index) in self._open:
             self._end((request_id, index), FinishReason.STOP)
 
+    def check_idle(self) -> None:
+        assert not self.has_work
+
     def step(self) -> list[Update]:
         self.num_steps += 1
         time.sleep(self._step_s)

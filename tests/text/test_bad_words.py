@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.text.bad_words import bad_word_ids
+from hex_llm.text.bad_words import BadWords, bad_word_ids
 from hex_llm.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.test_tokenizer import gemma, llama2, llama2_legacy, llama2_model_file, llama3, mistral, qwen2
 
@@ -83,3 +84,36 @@ def test_a_word_that_is_normalized_away() -> None:
     with pytest.raises(InvalidRequest, match="no tokens") as caught:
         bad_word_ids(Tokenizer(cast(Any, codec), (), {}, None), "\u200b")
     assert caught.value.param == "bad_words"
+
+
+def naive(sequences: list[list[int]], ids: list[int]) -> set[int]:
+    return {s[-1] for s in sequences if len(s) == 1 or ids[1 - len(s) :] == s[:-1]}
+
+
+def test_what_may_not_follow_is_what_a_search_finds() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        sequences = [rng.choices(range(3), k=rng.randint(1, 5)) for _ in range(rng.randint(1, 6))]
+        words, state, ids = BadWords(sequences), 0, list[int]()
+        for _ in range(40):
+            assert words.forbidden(state) == naive(sequences, ids)
+            ids.append(rng.randrange(3))
+            state = words.after(state, ids[-1])
+
+
+def test_a_token_costs_the_same_however_long_the_words_are() -> None:
+    """Counted, not timed: the states that are visited for each token, where every word nearly matches."""
+    words = BadWords([[1] * length + [2] for length in range(1, 90)])
+    visited = 0
+
+    class Counted(list[dict[int, int]]):
+        def __getitem__(self, state: Any) -> Any:
+            nonlocal visited
+            visited += 1
+            return super().__getitem__(state)
+
+    words._next = Counted(words._next)
+    state = 0
+    for i in range(10_000):
+        state = words.after(state, 3 if i % 50 == 49 else 1)
+    assert visited < 5 * 10_000

@@ -77,7 +77,7 @@ def follow(setting: Setting, matcher: Matcher, most: int = 60) -> None:
 @pytest.mark.parametrize("name", BOMBS)
 def test_hostile_ones_are_bounded(default: Setting, name: str) -> None:
     default.compile(regex="a")  # the process is there
-    process, memory = default.factory._process, psutil.Process().memory_info().rss
+    process, memory = default.factory.quick.process, psutil.Process().memory_info().rss
     begin = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         compiling = pool.submit(default.compile, **BOMBS[name])
@@ -92,7 +92,7 @@ def test_hostile_ones_are_bounded(default: Setting, name: str) -> None:
         pass
     assert time.monotonic() - begin < 5
     assert psutil.Process().memory_info().rss - memory < 150 << 20
-    assert default.factory._process is process  # only its child has died
+    assert default.factory.quick.process is process  # only its child has died
     assert default.compile(choice=("x",)).accept(default.id_of("x"))
 
 
@@ -134,8 +134,8 @@ def test_nothing_is_kept_of_what_is_done(default: Setting) -> None:
             default.compile(json=json.dumps(schema)).mask()
 
     compile_some(0, 20)
-    assert default.factory._process is not None
-    processes = [psutil.Process(), psutil.Process(default.factory._process.pid)]
+    assert default.factory.quick.process is not None
+    processes = [psutil.Process(), psutil.Process(default.factory.quick.process.pid)]
     before = [process.memory_info().rss for process in processes]
     compile_some(1000, 100)
     for process, start in zip(processes, before, strict=True):
@@ -157,8 +157,8 @@ def test_threads_may_compile_at_once(default: Setting) -> None:
 
 def test_a_process_that_was_killed_is_started_again(default: Setting) -> None:
     default.compile(regex="a")
-    assert default.factory._process is not None
-    os.kill(default.factory._process.pid, signal.SIGKILL)
+    assert default.factory.quick.process is not None
+    os.kill(default.factory.quick.process.pid, signal.SIGKILL)
     assert default.compile(regex="a").accept(default.id_of("a"))
 
 
@@ -166,7 +166,7 @@ def test_close_leaves_nothing_behind(default: Setting) -> None:
     num_threads, num_fds = threading.active_count(), psutil.Process().num_fds()
     factory = GrammarFactory(default.tokenizer, default.vocab_size, default.eos_ids)
     factory.compile(StructuredOutputs(regex="a"))
-    process = factory._process
+    process = factory.quick.process
     assert process is not None
     factory.close()
     factory.close()
