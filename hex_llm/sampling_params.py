@@ -18,7 +18,8 @@ MAX_CHOICES = 128  # n and best_of
 MAX_LOGPROBS = 20
 MAX_STOPS = 64  # stop strings, and bad words
 MAX_TOKEN_IDS = 1024  # stop_token_ids, and entries of logit_bias
-MAX_TEXT = 1 << 16  # characters of one stop string, bad word, choice or salt
+MAX_TEXT = 1 << 16  # characters of one stop string, choice or salt
+MAX_BAD_WORD = 1 << 10  # characters
 MAX_GRAMMAR = 1 << 20  # characters of a schema, expression or grammar
 
 
@@ -108,11 +109,11 @@ class SamplingParams:
         return cls(**values)
 
     def _check_texts(self) -> None:
-        for name in ("stop", "bad_words"):
+        for name, most in {"stop": MAX_TEXT, "bad_words": MAX_BAD_WORD}.items():
             value = getattr(self, name)
             texts = _items((value,) if isinstance(value, str) else value, name, MAX_STOPS)
             for text in texts:
-                _check_text(name, text)
+                _check_text(name, text, most)
             object.__setattr__(self, name, texts)
 
     def _check_token_ids(self) -> None:
@@ -190,9 +191,9 @@ def _items(value: Any, name: str, most: int) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _check_text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value or len(value) > MAX_TEXT:
-        raise _refused(name, value, f"texts of 1 to {MAX_TEXT} characters")
+def _check_text(name: str, value: Any, most: int = MAX_TEXT) -> None:
+    if not isinstance(value, str) or not value or len(value) > most:
+        raise _refused(name, value, f"texts of 1 to {most} characters")
 
 
 def _checked_bias(bias: Any) -> dict[int, float]:

@@ -20,6 +20,7 @@ from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import Request
 
 MAX_SALT = 4096  # characters
+MAX_BAD_WORD_IDS = 4096  # tokens of all bad words, each with its ways to be written
 MAX_ID = 256
 
 
@@ -64,6 +65,8 @@ def check_request(request: Request, limits: Limits) -> None:
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
     _check_ids("logit_bias", params.logit_bias or (), limits)
+    if sum(map(len, request.bad_word_ids)) > MAX_BAD_WORD_IDS:
+        raise InvalidRequest(f"bad_words: more than {MAX_BAD_WORD_IDS} tokens in all", "bad_words")
     for ids in request.bad_word_ids:
         if not ids:
             raise InvalidRequest("bad_words: a word without tokens", "bad_words")

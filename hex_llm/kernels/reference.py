@@ -78,7 +78,8 @@ def _decode(
         scores = jnp.einsum("skch,skgh->skcg", keys, q, preferred_element_type=jnp.float32)
         scores = jax.lax.optimization_barrier(scores).swapaxes(2, 3)
         visible = _visible(positions[:, None], i * length + jnp.arange(length), mask)
-        weighted = lambda weights: jnp.einsum("skgc,skch->skgh", weights, values)  # noqa: E731
+        seen = jnp.where(visible[:, None, :, None], values, 0)  # 0 times what a former owner left may be NaN
+        weighted = lambda weights: jnp.einsum("skgc,skch->skgh", weights, seen)  # noqa: E731
         return _accumulate(running, _capped(scores, softcap), visible[:, None, None], weighted)
 
     return _finish(jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q)), q)
@@ -106,7 +107,8 @@ def _prefill(
             scores = jnp.einsum("kgth,kch->kgtc", q, keys, preferred_element_type=jnp.float32)
             visible = _visible(positions[:, None], i * length + jnp.arange(length), mask)
             visible &= owned[sequence][:, None]
-            weighted = lambda weights: jnp.einsum("kgtc,kch->kgth", weights, values)  # noqa: E731
+            seen = jnp.where(visible.any(axis=0)[:, None], values, 0)
+            weighted = lambda weights: jnp.einsum("kgtc,kch->kgth", weights, seen)  # noqa: E731
             return _accumulate(running, _capped(scores, softcap), visible, weighted)
 
         def visit(sequence: jax.Array, running: Softmax) -> Softmax:

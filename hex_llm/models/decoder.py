@@ -81,7 +81,13 @@ def block(
     """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
     q, k, v = project_qkv(rms_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
     out, pages = attend(
-        q, k, v, pages, batch, mask=layer.mask, scale=spec.attention_scale, softcap=spec.attn_softcap
+        q,
+        *contained(k, v),
+        pages,
+        batch,
+        mask=layer.mask,
+        scale=spec.attention_scale,
+        softcap=spec.attn_softcap,
     )
     x = x + post_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
     h = feed_forward(rms_norm(x, w.ffn_norm, spec), w.ffn, spec, layer, visit)
@@ -102,6 +108,14 @@ def project_qkv(
     if layer.query_temperature is not None:
         q = q * query_scales(layer.query_temperature, batch.positions)[:, None, None, None].astype(q.dtype)
     return q, k, v
+
+
+def contained(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same keys and values [T, K, H] where these are finite. One that is not is told by its key instead:
+    who sees it gets NaN, and nobody else does. As a value it would reach those too who give it no weight, for
+    0 times infinity is NaN, while scores of keys that are not seen are thrown away."""
+    finite = jnp.isfinite(v)
+    return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
 
 
 def query_scales(temperature: tuple[float, float], positions: jax.Array) -> jax.Array:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels import cpu, reference
+from hex_llm.kernels import cpu, gpu, reference
 from hex_llm.kernels.attention import Batch, Mask, PagedAttention
+from hex_llm.models import decoder
 
 KV_HEADS, HEAD_DIM = 2, 16
 
@@ -135,3 +136,46 @@ def test_a_prefill_row_does_not_depend_on_its_neighbours(paged_attention: PagedA
 
     together = attend(slice(0, 128), lengths, tables)[middle]
     np.testing.assert_allclose(together, attend(middle, lengths[1:2], tables[1:2]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "paged_attention",
+    [
+        reference.paged_attention,
+        pytest.param(cpu.paged_attention, marks=needs_compiler),
+        gpu.paged_attention,  # interpreted
+    ],
+    ids=["reference", "cpu", "gpu"],
+)
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("place", ["behind the end", "after the rows"])
+def test_what_is_hidden_cannot_spread(paged_attention: PagedAttention, bad: float, place: str) -> None:
+    """What is no number behind the end of a sequence (left by a block's former owner), or in the keys and
+    values of its own later tokens."""
+    rng = np.random.default_rng(0)
+    tables = jnp.arange(1, 5, dtype=jnp.int32).reshape(2, 2)  # a decode, then a prefill
+    cached, new, block = 20, 30, 32
+    positions = jnp.array([cached, *range(new)])
+    sequences = jnp.array([0] + [1] * new)
+    slots = tables[sequences, positions // block] * block + positions % block
+    batch = Batch(positions, sequences, slots, tables[:1], tables[1:])
+    q = jnp.array(rng.standard_normal((new + 1, KV_HEADS, 2, HEAD_DIM), dtype=np.float32))
+    k, v = (np.array(rng.standard_normal((new + 1, KV_HEADS, HEAD_DIM), dtype=np.float32)) for _ in "kv")
+    pages = rng.standard_normal((5, block, KV_HEADS, 2, HEAD_DIM)).astype(np.float32)
+    options = {"mask": Mask(), "scale": 1.0, "softcap": None}
+
+    def attend() -> np.ndarray:
+        contained = decoder.contained(jnp.array(k), jnp.array(v))
+        return np.asarray(paged_attention(q, *contained, jnp.array(pages), batch, **options)[0])
+
+    expected = attend()
+    if place == "behind the end":
+        pages[1, cached + 1 :], pages[2] = bad, bad
+        pages[3, new:], pages[4] = bad, bad
+        np.testing.assert_array_equal(attend(), expected)
+    else:
+        v[21, 0, 3] = bad  # the prefill's token 20, one head of it
+        found = attend()
+        np.testing.assert_array_equal(found[:21], expected[:21])
+        np.testing.assert_array_equal(found[:, 1], expected[:, 1])
+        assert np.isnan(found[21:, 0]).all(), "who sees it is told so"
