@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from hex_llm.engine import kept
 from hex_llm.engine.kept import FORGOTTEN_S, KeptPrograms
@@ -23,7 +26,20 @@ X = jnp.arange(4.0)
 
 
 def doubled() -> Any:
-    return jax.jit(lambda x: (x * 2, x + 1), donate_argnums=0).lower(X).compile()
+    """Compiled here and now: on CPUs what JAX's own cache gives back is serialized without its functions."""
+    with without_cache():
+        return jax.jit(lambda x: (x * 2, x + 1), donate_argnums=0).lower(X).compile()
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or it would not ask again whether it is wanted
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 def keeper(folder: Path, *made_from: Any) -> KeptPrograms:
