@@ -15,4 +15,5 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="hex_llm-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.environ["JAX_COMPILATION_CACHE_DIR"] + "/torch")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")

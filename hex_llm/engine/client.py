@@ -108,7 +108,7 @@ class EngineClient:
     @property
     def max_len(self) -> int:
         assert self.limits is not None, "not loaded yet"
-        return self.limits.max_len
+        return self.limits.longest
 
     # ---- the process
 
