@@ -374,6 +374,11 @@ class ServerConfig:
         unset="the value of --model",
         env=("MODEL_ID",),
     )
+    strict_model_name: bool = flag(
+        False,
+        SERVER,
+        "Refuse requests that name another model than --served_model_name; else any name is taken.",
+    )
     api_key: str | None = flag(None, SERVER, "The key that every request must bear.", secret=True)
     predict_output_format: str = flag(
         "prompt_output",

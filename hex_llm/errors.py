@@ -5,6 +5,7 @@ HexError
 ├── ModelError       the model cannot be served: its files, its config, its architecture
 │   └── SourceError  the model cannot be had: the hub, the bucket or the folder refused or broke off
 ├── InvalidRequest   a request's own data; it fails that request only
+│   └── UnknownModel   it names a model that is not served here (--strict_model_name)
 ├── QueueFull        as many requests are waiting as may wait; later there will be room
 ├── TimedOut         the request has taken longer than a request may (--request_timeout)
 └── EngineStopped    the request was not served: the engine failed, or is shutting down
@@ -38,6 +39,10 @@ class InvalidRequest(HexError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class UnknownModel(InvalidRequest):
+    pass
 
 
 class QueueFull(HexError):

@@ -37,8 +37,8 @@ class StructuredOutputs:
         object.__setattr__(self, "choice", _items(self.choice, "structured_outputs.choice", 1024))
         for name in ("json", "regex", "grammar"):
             text = getattr(self, name)
-            if text is not None and (not isinstance(text, str) or not text or len(text) > MAX_GRAMMAR):
-                raise _refused(f"structured_outputs.{name}", text, f"a text of 1 to {MAX_GRAMMAR} characters")
+            if text is not None:
+                _check_text(f"structured_outputs.{name}", text, MAX_GRAMMAR)
         for text in self.choice:
             _check_text("structured_outputs.choice", text)
         if not isinstance(self.json_object, bool):
@@ -191,9 +191,20 @@ def _items(value: Any, name: str, most: int) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def is_unicode(text: str) -> bool:
+    """Half of a surrogate pair is no character: it can be neither tokenized nor sent."""
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _check_text(name: str, value: Any, most: int = MAX_TEXT) -> None:
     if not isinstance(value, str) or not value or len(value) > most:
-        raise _refused(name, value, f"texts of 1 to {most} characters")
+        raise _refused(name, value, f"a text of 1 to {most} characters")
+    if not is_unicode(value):
+        raise _refused(name, value, "a text without half surrogate pairs")
 
 
 def _checked_bias(bias: Any) -> dict[int, float]:

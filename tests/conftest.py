@@ -1,13 +1,19 @@
-"""Virtual devices for every test, and compiled programs shared by all: must be set before jax starts."""
+"""Virtual devices for every test, and compiled programs shared by all: must be set before jax starts.
 
+Compiled programs are one run's: the first process makes a folder for them, which its workers inherit, and
+removes it. A program that an earlier run left would not be compiled as the test that needs it expects.
+"""
+
+import atexit
 import os
+import shutil
 import tempfile
-from pathlib import Path
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"hex_llm-tests-{os.getuid()}")
-)
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="hex_llm-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.environ["JAX_COMPILATION_CACHE_DIR"] + "/torch")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")

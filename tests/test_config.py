@@ -24,6 +24,7 @@ SERVER_DEFAULTS = {
     "host": "0.0.0.0",
     "port": 7080,
     "served_model_name": None,
+    "strict_model_name": False,
     "api_key": None,
     "predict_output_format": "prompt_output",
     "disable_log_requests": False,

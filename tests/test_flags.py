@@ -40,6 +40,7 @@ BUILT: dict[str, Any] = {
     "host": "::1",
     "port": 8000,
     "served_model_name": "name",
+    "strict_model_name": True,
     "api_key": "key",
     "predict_output_format": "raw",
     "disable_log_requests": True,

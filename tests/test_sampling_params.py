@@ -59,7 +59,7 @@ def test_edges_that_are_taken() -> None:
 def test_lists() -> None:
     assert SamplingParams(stop="x").stop == ("x",)
     assert SamplingParams(stop=["x", "y"], stop_token_ids=[1]).stop == ("x", "y")
-    for value in ([""], [1], ["a"] * 65, ["x" * 70_000], 5, [None]):
+    for value in ([""], [1], ["a"] * 65, ["x" * 70_000], 5, [None], ["a\ud800"]):
         refused(stop=value)
         refused(bad_words=value)
     for value in ([-1], [2**31], ["1"], [True], [1.0], 5, list(range(1025))):
@@ -103,6 +103,10 @@ def test_together() -> None:
         {"choice": ["a"] * 2000},
         {"regex": "a" * (1 << 20 | 1)},
         {"grammar": None},
+        {"regex": "\udc00"},
+        {"json": '{"const": "\ud800"}'},
+        {"grammar": 'start: "\ud800"'},
+        {"choice": ["a", "\ud800"]},
     ],
 )
 def test_structured_outputs(values: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from operator import index
 from typing import Any, SupportsIndex
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.sampling_params import MAX_INT, SamplingParams
+from hex_llm.sampling_params import MAX_INT, SamplingParams, is_unicode
 from hex_llm.text.bad_words import bad_word_ids
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import Request
@@ -29,10 +29,16 @@ class Limits:
     """What an engine can serve."""
 
     vocab_size: int  # the width of its logits
-    max_len: int  # tokens of one sequence
+    max_len: int  # tokens of one sequence, by the model and the flags
     max_blocks: int  # KV blocks that one sequence could hold if it were alone
     block_size: int
     reads_text: bool  # it has a tokenizer, which structured output needs
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of one sequence that the model takes and the KV cache holds."""
+        return min(self.max_len, self.max_blocks * self.block_size)
 
 
 def make_request(
@@ -53,9 +59,9 @@ def make_request(
 
 
 def max_len_of(request: Request, limits: Limits) -> int:
-    """Tokens after which each of its sequences ends."""
+    """Tokens after which each of its sequences ends. Who names no max_tokens gets as many as fit."""
     wanted = request.params.max_tokens
-    return limits.max_len if wanted is None else min(limits.max_len, len(request.prompt_ids) + wanted)
+    return limits.longest if wanted is None else min(limits.max_len, len(request.prompt_ids) + wanted)
 
 
 def check_request(request: Request, limits: Limits) -> None:
@@ -71,6 +77,7 @@ def check_request(request: Request, limits: Limits) -> None:
         if not ids:
             raise InvalidRequest("bad_words: a word without tokens", "bad_words")
         _check_ids("bad_words", ids, limits)
+    _check_masks(request, limits)
     max_len = max_len_of(request, limits)
     if params.min_tokens > max_len - len(request.prompt_ids):
         raise InvalidRequest(
@@ -83,7 +90,8 @@ def check_request(request: Request, limits: Limits) -> None:
         raise InvalidRequest("structured_outputs: this server has no tokenizer", "structured_outputs")
     if not _is_whole(request.priority) or abs(request.priority) > MAX_INT:
         raise InvalidRequest(f"priority: must be a whole number from {-MAX_INT} to {MAX_INT}", "priority")
-    if not isinstance(request.cache_salt, str) or len(request.cache_salt) > MAX_SALT:
+    salt = request.cache_salt
+    if not isinstance(salt, str) or len(salt) > MAX_SALT or not is_unicode(salt):
         raise InvalidRequest(f"cache_salt: must be a text of at most {MAX_SALT} characters", "cache_salt")
     if not isinstance(request.request_id, str) or not 0 < len(request.request_id) <= MAX_ID:
         raise InvalidRequest(f"request_id: must be a text of 1 to {MAX_ID} characters", "request_id")
@@ -96,10 +104,10 @@ def _truncated(prompt_ids: ListLike[int], params: SamplingParams, limits: Limits
         # Before a copy is made: a prompt may have any length.
         _check_length(prompt_ids, limits)
         return _plain(prompt_ids)
-    room = limits.max_len - (params.max_tokens or 1) if wanted == -1 else wanted
-    if wanted > limits.max_len - 1:
+    room = limits.longest - (params.max_tokens or 1) if wanted == -1 else wanted
+    if wanted > limits.longest - 1:
         raise InvalidRequest(
-            f"truncate_prompt_tokens: {wanted} is more than a prompt may have, {limits.max_len - 1}",
+            f"truncate_prompt_tokens: {wanted} is more than a prompt may have, {limits.longest - 1}",
             "truncate_prompt_tokens",
         )
     return _plain(prompt_ids[-max(room, 1) :])
@@ -123,9 +131,9 @@ def _check_prompt(prompt_ids: ListLike[int], limits: Limits) -> None:
 
 
 def _check_length(prompt_ids: ListLike[int], limits: Limits) -> None:
-    if len(prompt_ids) >= limits.max_len:
+    if len(prompt_ids) >= limits.longest:
         raise InvalidRequest(
-            f"the prompt has {len(prompt_ids)} tokens; prompt and output together may have {limits.max_len}",
+            f"the prompt has {len(prompt_ids)} tokens; prompt and output together may have {limits.longest}",
             "prompt",
         )
 
@@ -150,6 +158,27 @@ def _check_ids(name: str, token_ids: Collection[Any], limits: Limits) -> None:
                 f"{name}: token id {token_id!r:.40} is not a whole number from 0 to {limits.vocab_size - 1}",
                 name,
             )
+
+
+def _check_masks(request: Request, limits: Limits) -> None:
+    """Some token must be left to choose; what a grammar or longer bad words leave, only the engine sees."""
+    params, allowed = request.params, request.params.allowed_token_ids
+    forbidden = {ids[0] for ids in request.bad_word_ids if len(ids) == 1}
+    # A text that is complete by its grammar may end before min_tokens.
+    if params.min_tokens > 0 and params.structured_outputs is None:
+        forbidden |= {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_ids)}
+    if len(forbidden) < limits.vocab_size if allowed is None else any(i not in forbidden for i in allowed):
+        return
+    name = "bad_words" if allowed is None else "allowed_token_ids"
+    raise InvalidRequest(f"{name}: every token is a bad word or would end the output before min_tokens", name)
+
+
+def narrowing_field(request: Request) -> str | None:
+    """The one to blame if the engine finds no token to choose; None: the request allows all of them."""
+    params = request.params
+    names = ("structured_outputs", "allowed_token_ids", "bad_words")
+    limited = (params.structured_outputs, params.allowed_token_ids, request.bad_word_ids)
+    return next((name for name, value in zip(names, limited, strict=True) if value), None)
 
 
 def _is_whole(value: Any) -> bool:

@@ -55,7 +55,7 @@ from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import FinishReason, Request, RequestOutput, Update
 from hex_llm.weights.model_files import open_tokenizer
-from hex_llm.weights.source import fetch_for
+from hex_llm.weights.source import fetch_for, pinned
 
 log = logging.getLogger(__name__)
 
@@ -108,12 +108,14 @@ class EngineClient:
     @property
     def max_len(self) -> int:
         assert self.limits is not None, "not loaded yet"
-        return self.limits.max_len
+        return self.limits.longest
 
     # ---- the process
 
     async def start(self) -> None:
         """Returns when the engine is ready; raises why it could not be loaded."""
+        # Once: the tokenizer and the engines that follow this one are of the same version of the model.
+        self.config = await asyncio.to_thread(pinned, self.config)
         self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._pending.clear()
         self.vitals.num_pending, self.vitals.progress = 0, "starting"

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from hex_llm.config import EngineConfig
-from hex_llm.engine.admission import Limits, check_request, max_len_of
+from hex_llm.engine.admission import Limits, check_request, max_len_of, narrowing_field
 from hex_llm.engine.batch import Ints
 from hex_llm.engine.constraints import Constraint, TokenRules
 from hex_llm.engine.masks import MaskPool
@@ -77,7 +77,12 @@ class Engine:
         pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(pool, StepLimits.of(config, spec.max_len))
         self.limits = Limits(
-            spec.vocab_size, spec.max_len, pool.num_usable, config.block_size, grammars is not None
+            spec.vocab_size,
+            spec.max_len,
+            pool.num_usable,
+            config.block_size,
+            grammars is not None,
+            tuple(spec.eos_ids),
         )
         self.num_steps = 0
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it
@@ -247,7 +252,7 @@ class Engine:
     def _tell(self, sequence: Sequence, chosen: Ints) -> None:
         choice, live = self._choices[sequence], self._live[sequence.request_id]
         if sequence.finish_reason is FinishReason.ERROR:
-            self._end(live, sequence.index, FinishReason.ERROR, NO_TOKEN)
+            self._end(live, sequence.index, FinishReason.ERROR, NO_TOKEN, narrowing_field(live.request))
             return
         token_id = sequence.token_ids[-1]
         update = Update(sequence.request_id, sequence.index, [token_id], num_cached=sequence.num_cached or 0)

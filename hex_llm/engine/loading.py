@@ -39,6 +39,13 @@ def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, T
         with explained(config, "compiling", describe_memory(engine)):
             engine.warm_up(progress)
     log.info("%s", describe_memory(engine))
+    if (longest := engine.limits.longest) < engine.limits.max_len:
+        log.warning(
+            "the KV cache holds %d tokens, less than the context of %d: no request can have more "
+            "(--num_blocks, --hbm_utilization_factor and a shorter --max_model_len change that)",
+            longest,
+            engine.limits.max_len,
+        )
     return engine, tokenizer
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
@@ -293,9 +294,14 @@ def _write_size(num_rows: int, most: int) -> int:
 
 
 def keep_compiled(cache_dir: Path) -> Path | None:
-    """Lets JAX keep what was compiled for the next start, unless the user has set a place for it. On GPUs
-    also a folder for KeptPrograms."""
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+    """Lets JAX keep what was compiled for the next start, unless the user has set a place for it that is the
+    user's own. On GPUs also a folder for KeptPrograms."""
+    chosen = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if chosen and "://" not in chosen and not cpu.is_ours(Path(chosen)):
+        log.warning("%s belongs to another user or is writable by others: nothing is loaded from it", chosen)
+        reset_cache()  # it may be open already
+        chosen = None
+    if chosen is None:
         jax.config.update("jax_compilation_cache_dir", str(private_folder(cache_dir / "compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_S)
     return private_folder(cache_dir / "programs") if jax.default_backend() == "gpu" else None

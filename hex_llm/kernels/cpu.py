@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from stat import S_ISVTX
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +128,7 @@ def paged_attention(
 def panel_width() -> int | None:
     """None: there are no kernels here. The first question compiles them, beside what XLA keeps of its own."""
     try:
-        library = ctypes.CDLL(str(_compiled()))
+        library = _library()
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("no CPU kernels, so the model runs about half as fast: %s", error)
         return None
@@ -136,14 +137,31 @@ def panel_width() -> int | None:
     return int(library.hex_llm_panel_width())
 
 
-def _compiled() -> Path:
+def is_ours(folder: Path) -> bool:
+    """Makes it if need be; false where anyone but this user can put files there, or another folder in its
+    place: what is loaded from there runs as this user."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own, parent = folder.stat(), folder.resolve().parent.stat()
+    if own.st_uid != os.getuid() or own.st_mode & 0o022:
+        return False
+    # In a sticky one, such as /tmp, only owners can rename what is theirs.
+    return parent.st_uid in (os.getuid(), 0) and not (parent.st_mode & 0o022 and not parent.st_mode & S_ISVTX)
+
+
+def _library() -> ctypes.CDLL:
+    kept = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if kept and "://" not in kept and is_ours(Path(kept)):
+        return ctypes.CDLL(str(_compiled(Path(kept))))
+    with tempfile.TemporaryDirectory() as fresh:  # once loaded, the file is not needed
+        return ctypes.CDLL(str(_compiled(Path(fresh))))
+
+
+def _compiled(folder: Path) -> Path:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler is installed")
-    folder = jax.config.jax_compilation_cache_dir or tempfile.mkdtemp()  # type: ignore[attr-defined]
-    path = Path(folder, f"hex_llm-{_fingerprint(compiler)}.so")
+    path = folder / f"hex_llm-{_fingerprint(compiler)}.so"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
         command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(unfinished)]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)

@@ -10,10 +10,12 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from hex_llm.config import ServerConfig
 from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import Delta
-from hex_llm.errors import HexError, InvalidRequest, QueueFull
+from hex_llm.errors import HexError, InvalidRequest, QueueFull, UnknownModel
 from hex_llm.sampling_params import SamplingParams
+from hex_llm.server.body import shown
 from hex_llm.server.schemas import Sampling
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
@@ -44,6 +46,12 @@ class Backend(Protocol):
         self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
     ) -> RequestOutput:
         """All of it; when the caller is cancelled, so is the request."""
+
+
+def check_model(backend: Backend, config: ServerConfig, named: str) -> None:
+    """Who names no model means the one that there is."""
+    if config.strict_model_name and named and named != backend.model_name:
+        raise UnknownModel(f"The model `{shown(named)}` does not exist.", "model")
 
 
 async def answer(

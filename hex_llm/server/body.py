@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
+from fastapi import Request
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -25,6 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from hex_llm.errors import InvalidRequest, one_line
+from hex_llm.sampling_params import is_unicode
 
 # Also fields that other routes know: clients send one set of options everywhere.
 INERT: dict[str, tuple[Any, ...]] = {
@@ -185,6 +187,42 @@ class NamedSchema(Body):
 
 def json_text(schema: Any) -> str:
     return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+# ---- texts
+
+# A body with half of a surrogate pair has one of these: an escape, bytes that are not quite UTF-8, or, in
+# UTF-16, zeros. Few others have any.
+SUSPICIOUS = (rb"\ud", rb"\uD", b"\xed", b"\0")
+
+
+async def only_unicode(request: Request) -> None:
+    """Refuses a body with half of a surrogate pair anywhere: it could not be tokenized, sent back or logged.
+
+    What FastAPI has read and parsed is not read or parsed again.
+    """
+    body = await request.body() if request.method == "POST" else b""
+    if any(sign in body for sign in SUSPICIOUS):
+        try:
+            values = await request.json()
+        except (ValueError, RecursionError):
+            return  # its route refuses it
+        check_texts(values)
+
+
+def check_texts(values: Any) -> None:
+    left = [(name, [name, one]) for name, one in values.items()] if isinstance(values, dict) else []
+    while left:
+        field, values = left.pop()
+        for one in values:
+            if isinstance(one, str) and not is_unicode(one):
+                raise InvalidRequest(
+                    f"{shown(field)}: half of a surrogate pair is no character", shown(field)
+                )
+            if isinstance(one, dict):
+                left.append((field, [*one, *one.values()]))
+            elif isinstance(one, list):
+                left.append((field, one))
 
 
 # ---- faults

@@ -17,7 +17,7 @@ from hex_llm.engine.outputs import Delta
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server import logprobs
-from hex_llm.server.backend import Backend, answer
+from hex_llm.server.backend import Backend, answer, check_model
 from hex_llm.server.body import shown
 from hex_llm.server.replies import Fields, chunks, end_of, given, head_of, whole
 from hex_llm.server.schemas import ChatRequest
@@ -138,6 +138,7 @@ class Talk:
 
 
 async def prepare(backend: Backend, request: ChatRequest, config: ServerConfig) -> Talk:
+    check_model(backend, config, request.model)
     params, tokenizer = request.params(), backend.tokenizer
     if tokenizer is None:
         raise InvalidRequest(

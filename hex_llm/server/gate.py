@@ -208,8 +208,9 @@ class Gate:
         visit.route = self.declared(visit.scope)
         self.metrics.answered(visit.method, visit.route, visit.status)
         if not self.config.disable_log_requests:
-            # Who polls would fill the log.
-            polled = visit.method == "GET" and visit.status < 400
+            # Who polls would fill the log, also while the server is not ready.
+            is_probe = self.is_open(visit.method, visit.scope["path"])
+            polled = is_probe or (visit.method == "GET" and (visit.status < 400 or visit.status == 503))
             log.log(logging.DEBUG if polled else logging.INFO, "request", extra={"fields": visit.fields()})
 
     def declared(self, scope: Scope) -> str:

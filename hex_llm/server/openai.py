@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from hex_llm.config import ServerConfig
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server import logprobs
-from hex_llm.server.backend import Backend, answer, together, unless_gone
+from hex_llm.server.backend import Backend, answer, check_model, together, unless_gone
 from hex_llm.server.chat import DEFAULTS, chat, check_parsers, stream_chat
 from hex_llm.server.replies import Fields, chunks, end_of, head_of, whole
 from hex_llm.server.schemas import ChatRequest, CompletionRequest
@@ -129,7 +129,10 @@ class GrowingText:
         return self._logprobs.add(ids, known, self._text, ended=ended)
 
 
-async def completion_reply(backend: Backend, request: Request, body: CompletionRequest) -> Response:
+async def completion_reply(
+    backend: Backend, request: Request, body: CompletionRequest, config: ServerConfig = DEFAULTS
+) -> Response:
+    check_model(backend, config, body.model)
     if body.stream:
         return await streamed(request, await stream_completion(backend, body))
     return await unless_gone(request, complete(backend, body))
@@ -151,7 +154,7 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await completion_reply(backend, request, body)
+        return await completion_reply(backend, request, body, config)
 
     @router.post("/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 
-from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull, TimedOut
+from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull, TimedOut, UnknownModel
 from hex_llm.server.body import invalid
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
@@ -30,7 +30,7 @@ def invalid_body(error: RequestValidationError) -> InvalidRequest:
 def problem_of(error: Exception) -> Problem:
     """An error that is none of ours tells clients nothing."""
     if isinstance(error, InvalidRequest):
-        return Problem(400, str(error), error.param)
+        return Problem(404 if isinstance(error, UnknownModel) else 400, str(error), error.param)
     if isinstance(error, HexError):
         return Problem({QueueFull: 429, EngineStopped: 503, TimedOut: 504}.get(type(error), 500), str(error))
     return Problem(500, "internal error; the server's log tells more")

@@ -99,7 +99,7 @@ class Structured(Body):
 class Sampling(Body):
     """The fields of SamplingParams, whose defaults they have, and of requests of every kind."""
 
-    model: str = ""  # there is only one, whatever it is called
+    model: str = ""  # there is only one, which --strict_model_name holds it to
     user: str = ""
     priority: Whole = 0
     cache_salt: str = ""

@@ -356,7 +356,7 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
         if "messages" in body:
             return await chat_reply(backend, request, parse(ChatRequest, body), config)
         if "prompt" in body:
-            return await completion_reply(backend, request, parse(CompletionRequest, body))
+            return await completion_reply(backend, request, parse(CompletionRequest, body), config)
         return await compatible(parse(GenerateRequest, body), request)
 
     return router

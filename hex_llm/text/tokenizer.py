@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers
 
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError
+from hex_llm.sampling_params import is_unicode
 from hex_llm.text import bpe
 from hex_llm.text.spm import SentencePieceModel, Slow, parse_model
 
@@ -62,7 +63,7 @@ class Tokenizer:
     chat_template: str | None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        if not is_unicode(text):
             raise InvalidRequest("the text holds half of a surrogate pair, which is no character")
         return self.codec.encode(text, add_special_tokens)
 

@@ -25,13 +25,15 @@ SILENCE_S = 2.0  # a connection that brings no byte for so long is given up; the
 TRIES = 2
 
 
+def commit_of(repo: str, revision: str | None, token: str | None) -> str:
+    """Where a branch or a tag is now; of an unreachable hub, where its cache last saw it."""
+    with _bounded_hub(repo, revision):
+        return _hub(token).resolve_revision(repo, revision=revision).resolved
+
+
 def fetch_from_hub(repo: str, file: str | None, revision: str | None, token: str | None, wish: Wish) -> Path:
     """All files are of one commit, looked up once; those already in the hub's cache are not asked for."""
-    if revision is not None and (
-        ".." in revision or revision.startswith("/")
-    ):  # it becomes a path in the cache
-        raise SourceError(f"{revision!r} is no branch, tag or commit; check --revision")
-    hub = HfApi(token=token or None, library_name="hex_llm")
+    hub = _hub(token)
     with _bounded_hub(repo, revision):
         commit = hub.resolve_revision(repo, revision=revision).resolved
         hub.snapshot_download(repo, revision=commit, allow_patterns="config.json")  # keeps the listing too
@@ -44,9 +46,17 @@ def fetch_from_hub(repo: str, file: str | None, revision: str | None, token: str
         return folder_or_gguf([Path(hub.hf_hub_download(repo, name, revision=commit)) for name in chosen])
 
 
+def _hub(token: str | None) -> HfApi:
+    return HfApi(token=token or None, library_name="hex_llm")
+
+
 @contextmanager
 def _bounded_hub(repo: str, revision: str | None) -> Iterator[None]:
     """Inside, the hub library gives up in seconds, logs nothing, and raises SourceError or a disk's error."""
+    if revision is not None and (
+        ".." in revision or revision.startswith("/")
+    ):  # it becomes a path in the cache
+        raise SourceError(f"{revision!r} is no branch, tag or commit; check --revision")
     verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)
     set_client_factory(_Patience(repo, revision).client)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from hex_llm.config import EngineConfig
@@ -15,9 +18,11 @@ from hex_llm.errors import SourceError
 from hex_llm.weights.bucket import fetch_from_bucket
 from hex_llm.weights.default_model import fetch_default
 from hex_llm.weights.files import CONFIG, MODEL, TOKENIZER, Wish, choose, disk_problem, folder_or_gguf
-from hex_llm.weights.hub import fetch_from_hub
+from hex_llm.weights.hub import commit_of, fetch_from_hub
 
-HUB_NAME = re.compile(r"(?P<repo>(?:\w[\w.-]*/)?\w[\w.-]*)(?::(?P<file>.+\.gguf))?", re.ASCII)
+HUB_NAME = re.compile(
+    r"(?P<repo>(?:\w[\w.-]*/)?\w[\w.-]*)(?:@(?P<commit>[0-9a-f]{40}))?(?::(?P<file>.+\.gguf))?", re.ASCII
+)
 
 
 def fetch(
@@ -34,12 +39,8 @@ def fetch(
     A folder may hold more than was wished for; what was wished for is there and whole.
     """
     wish = CONFIG if config_only else TOKENIZER if tokenizer_only else MODEL
-    try:
+    with _disk_problems(model):
         return _fetch(model, revision, token, cache_dir, wish)
-    except OSError as error:
-        raise SourceError(
-            f"{model or 'the embedded default model'} cannot be had: {disk_problem(error)}"
-        ) from error
 
 
 def fetch_for(config: EngineConfig, model: str | None, **only: bool) -> Path:
@@ -47,9 +48,36 @@ def fetch_for(config: EngineConfig, model: str | None, **only: bool) -> Path:
     return fetch(model, revision=config.revision, token=config.hf_token, cache_dir=config.cache_dir, **only)
 
 
+def pinned(config: EngineConfig) -> EngineConfig:
+    """The same, with commits in its hub's names: what is fetched by it is of one version, whatever `main` or
+    --revision come to mean later."""
+    return replace(
+        config, model=_at_commit(config.model, config), tokenizer=_at_commit(config.tokenizer, config)
+    )
+
+
+def _at_commit(model: str | None, config: EngineConfig) -> str | None:
+    named = _hub_name(model) if model is not None else None
+    if named is None or named["commit"]:
+        return model
+    with _disk_problems(model):
+        commit = commit_of(named["repo"], config.revision, config.hf_token)
+    return f"{named['repo']}@{commit}" + (f":{named['file']}" if named["file"] else "")
+
+
+@contextmanager
+def _disk_problems(model: str | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SourceError(
+            f"{model or 'the embedded default model'} cannot be had: {disk_problem(error)}"
+        ) from error
+
+
 def _fetch(model: str | None, revision: str | None, token: str | None, cache_dir: Path, wish: Wish) -> Path:
     if model is not None and (named := _hub_name(model)):
-        return fetch_from_hub(named["repo"], named["file"], revision, token, wish)
+        return fetch_from_hub(named["repo"], named["file"], named["commit"] or revision, token, wish)
     if revision is not None:
         raise SourceError(f"--revision {revision!r} is only for models of the hub; leave it out")
     if model is None:

@@ -252,9 +252,27 @@ def test_an_answer_without_a_finite_score_ends_that_request_only(
     told = drive(engine, [request("bad", PROMPT, greedy()), *requests])
     bad = told["bad", 0]
     assert (len(tokens(bad)), bad[-1].finish_reason, bad[-1].error) == (3, FinishReason.ERROR, NO_TOKEN)
+    assert bad[-1].param is None, "the request is not at fault"
     for i, prompt in enumerate(others):
         assert tokens(told[f"other{i}", 0]) == greedy_tokens(judge, prompt, 8)
     assert engine.ledger == {"accepted": 6, "finished": 5, "error": 1}
+
+
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        (request("r", PROMPT, greedy(allowed_token_ids=(5,)), bad_word_ids=[[5, 5]]), "allowed_token_ids"),
+        (
+            request(
+                "r", PROMPT, bad_word_ids=[[5, i] for i in range(128)] + [[i] for i in range(128) if i != 5]
+            ),
+            "bad_words",
+        ),
+    ],
+)
+def test_whoever_forbids_all_tokens_on_the_way_is_at_fault(engine: Engine, bad: Request, param: str) -> None:
+    told = drive(engine, [bad])["r", 0]
+    assert (tokens(told), told[-1].finish_reason, told[-1].param) == ([5], FinishReason.ERROR, param)
 
 
 class Grammar:
@@ -351,6 +369,11 @@ def test_a_stop_string_found_outside_ends_one_choice(engine: Engine) -> None:
         (request("r", PROMPT, priority=True), "priority"),
         (request("r", PROMPT, cache_salt="x" * 5000), "cache_salt"),
         (request("r", PROMPT, cache_salt=3), "cache_salt"),
+        (request("r", PROMPT, cache_salt="\ud800"), "cache_salt"),
+        (
+            request("r", PROMPT, greedy(allowed_token_ids=(2,), ignore_eos=False, min_tokens=1)),
+            "allowed_token_ids",
+        ),
     ],
 )
 def test_what_could_harm_is_refused_before_anything_is_allocated(

@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from hex_llm.engine import kept
 from hex_llm.engine.kept import FORGOTTEN_S, KeptPrograms
 from hex_llm.engine.loading import build_engine, open_files
+from hex_llm.engine.runner import keep_compiled
 from tests.engine import driving
 from tests.engine.driving import drive, make_config, request
 from tests.tiny import FAMILIES
 
 TINY = next(one for one in FAMILIES if one.name == "llama3")
 X = jnp.arange(4.0)
+CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
 def doubled() -> Any:
-    return jax.jit(lambda x: (x * 2, x + 1), donate_argnums=0).lower(X).compile()
+    """Compiled here and now: on CPUs what JAX's own cache gives back is serialized without its functions."""
+    with without_cache():
+        return jax.jit(lambda x: (x * 2, x + 1), donate_argnums=0).lower(X).compile()
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or it would not ask again whether it is wanted
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 def keeper(folder: Path, *made_from: Any) -> KeptPrograms:
@@ -71,6 +89,22 @@ def test_what_nobody_loads_is_forgotten(tmp_path: Path) -> None:
     used.touch()
     keeper(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["used"]
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_what_jax_compiled_is_only_loaded_from_where_nobody_else_writes(tmp_path: Path, mode: int) -> None:
+    chosen = tmp_path / "chosen"
+    before = {name: jax.config.values[name] for name in CACHE}
+    chosen.mkdir()
+    chosen.chmod(mode)
+    jax.config.update("jax_compilation_cache_dir", str(chosen))
+    try:
+        keep_compiled(tmp_path / "ours")
+        used = Path(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert used == (chosen if mode == 0o700 else tmp_path / "ours" / "compiled")
 
 
 class Shelf:

@@ -159,6 +159,13 @@ def test_prompts_that_are_refused(llm: LLM, prompt: list[Any], message: str) -> 
     assert not llm.engine.has_work, "a refused call leaves nothing behind"
 
 
+def test_a_small_kv_cache_is_told_and_ends_outputs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small = LLM(model=folder, **{**FLAGS, "num_blocks": 2})
+    assert "the KV cache holds 64 tokens, less than the context of 256" in caplog.text
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    assert len(tokens(small, [LLAMA.prompt()], params)[0]) == 64 - len(LLAMA.prompt())
+
+
 def test_what_can_never_fit_is_refused(folder: Path) -> None:
     small = LLM(model=folder, **{**FLAGS, "num_blocks": 2})
     with pytest.raises(InvalidRequest, match=r"need 4 KV blocks of 32 tokens, but there are only 2"):

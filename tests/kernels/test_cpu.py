@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -87,3 +90,52 @@ def test_with_a_compiler_that_fails(
     monkeypatch.setattr(cpu.shutil, "which", lambda _: "/bin/false")
     assert cpu.panel_width() is None
     assert "about half as fast" in caplog.text
+
+
+# ---- what is loaded runs as we do
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """The paths of libraries that are loaded; JAX's cache is in `kept`, and nothing is compiled."""
+    found: list[Path] = []
+
+    def load(path: str) -> None:
+        found.append(Path(path))
+        assert found[-1].exists()
+        raise OSError("not in this test")
+
+    def compile_nothing(command: list[str], **_: object) -> None:
+        Path(command[-1]).touch()
+
+    monkeypatch.setattr(cpu.ctypes, "CDLL", load)
+    monkeypatch.setattr(cpu.subprocess, "run", compile_nothing)
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "kept"))
+    cpu.panel_width.cache_clear()
+    yield found
+    cpu.panel_width.cache_clear()
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@needs_compiler
+def test_a_library_is_kept_in_a_folder_that_is_ours(tmp_path: Path, loaded: list[Path]) -> None:
+    assert cpu.panel_width() is None
+    assert loaded[0].parent == tmp_path / "kept"
+
+
+@needs_compiler
+@pytest.mark.parametrize("whose", ["anyone's", "another's", "in anyone's"])
+def test_no_library_is_loaded_from_where_others_may_write(
+    tmp_path: Path, loaded: list[Path], monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    if whose == "another's":
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    else:
+        (folder if whose == "anyone's" else tmp_path).chmod(0o777)
+    assert cpu.panel_width() is None
+    assert len(loaded) == 1
+    assert not list(folder.iterdir())
+    assert not loaded[0].parent.exists(), "what is loaded once is not left behind"

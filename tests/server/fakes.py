@@ -23,7 +23,7 @@ from hex_llm.types import FinishReason, Request, RequestOutput, TokenLogprobs, U
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-LIMITS = Limits(vocab_size=300, max_len=4096, max_blocks=1000, block_size=32, reads_text=True)
+LIMITS = Limits(vocab_size=300, max_len=4096, max_blocks=1000, block_size=32, reads_text=True, eos_ids=(2,))
 # Prompts that begin with one of these make the FakeEngine fail.
 FAILS_TO_ADD, FAILS_TO_STEP, HANGS = 290, 291, 292
 
@@ -95,7 +95,7 @@ class FakeBackend:
     """
 
     model_name = "fake"
-    max_len = LIMITS.max_len
+    max_len = LIMITS.longest
     num_turns = 1
 
     def __init__(self, tokenizer: Tokenizer | None = None, *, ready: bool = True) -> None:

@@ -203,6 +203,21 @@ def of_texts(door: Door) -> Iterator[Case]:
         yield from _of_chats(door)
 
 
+HALF = "\ud800"
+
+
+def of_halves(door: Door) -> Iterator[Case]:
+    """Half of a surrogate pair in every field, whatever its type, and beside fields."""
+    for name in sorted(door.kind.model_json_schema()["properties"].keys() - {"stream"}):
+        for value in (HALF, [HALF], {"type": HALF}, {HALF: "a"}):
+            yield from _cases(door, f"{name}={value!r}", REFUSED, {name: value})
+    for raw in (rb"\udfff", b"\xed\xbf\xbf"):
+        inside = json.dumps(door.body).encode()[:-1]
+        yield Case(f"{raw!r}", door.path, inside + b', "user": "%b"}' % raw)
+    whole = json.dumps({**door.body, "user": HALF}, ensure_ascii=False)
+    yield Case("UTF-16", door.path, whole.encode("utf-16", "surrogatepass"))
+
+
 def of_long_texts(door: Door) -> Iterator[Case]:
     statuses = REFUSED if door.generates else ANSWERED
     written = [json.dumps(body).encode() for body in door.bodies()]

@@ -273,6 +273,19 @@ def test_each_request_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert f" id=mine route={COMPLETIONS} status=200 prompt_tokens=12 " in lines[0]
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_probes_leave_no_lines(caplog: pytest.LogCaptureFixture, ready: bool) -> None:
+    caplog.set_level(logging.INFO, "hex_llm")
+    backend = FakeBackend(byte_tokenizer(), ready=ready)
+    for method, path in (("GET", "/health"), ("POST", "/health"), ("POST", "/ping"), ("GET", "/alive")):
+        reply = ask(backend, method, path, config={"health_route": "/alive"})
+        assert reply.status_code == (200 if ready else 503)
+    ask(backend, "GET", "/v1/models")
+    assert not caplog.records
+    ask(backend, "POST", COMPLETIONS, json=HELLO[COMPLETIONS])
+    assert len(caplog.records) == 1
+
+
 def test_lines_can_be_turned_off(backend: FakeBackend, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "hex_llm")
     ask(backend, "POST", COMPLETIONS, json=HELLO[COMPLETIONS], config={"disable_log_requests": True})

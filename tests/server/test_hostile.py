@@ -21,6 +21,7 @@ from tests.server.hostile import (
     DOORS,
     Case,
     Door,
+    of_halves,
     of_huge_json,
     of_json,
     of_long_texts,
@@ -86,7 +87,9 @@ def named(doors: list[Door]) -> Any:
 
 
 @named(DOORS)
-@pytest.mark.parametrize("table", [of_numbers, of_texts, of_json], ids=lambda table: table.__name__)
+@pytest.mark.parametrize(
+    "table", [of_numbers, of_texts, of_halves, of_json], ids=lambda table: table.__name__
+)
 def test_bodies(table: Callable[[Door], Iterator[Case]], door: Door) -> None:
     assert statistics.median(attack(table(door)) or [0]) < MEDIAN_S  # not all take numbers or texts
 

@@ -92,7 +92,7 @@ def test_hostile_ones_are_bounded(default: Setting, name: str) -> None:
         follow(default, matcher)
     except InvalidRequest:  # as it may be
         pass
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     assert psutil.Process().memory_info().rss - memory < 150 << 20
     assert default.factory.quick.process is process  # only its child has died
     assert default.compile(choice=("x",)).accept(default.id_of("x"))
