@@ -73,7 +73,12 @@ class Engine:
         pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(pool, StepLimits.of(config, spec.max_len))
         self.limits = Limits(
-            spec.vocab_size, spec.max_len, pool.num_usable, config.block_size, grammars is not None
+            spec.vocab_size,
+            spec.max_len,
+            pool.num_usable,
+            config.block_size,
+            grammars is not None,
+            config.max_sequences(spec.max_len),
         )
         self.num_steps = 0
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it
@@ -122,6 +127,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._live or self._in_flight or self._updates)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Any thread may ask."""
+        return self.runner.is_compiling
 
     # ---- the loop
 

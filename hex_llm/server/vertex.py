@@ -106,6 +106,7 @@ async def chats(
     backend: Backend, config: ServerConfig, requests: Sequence[ChatRequest], *, wrapped: bool
 ) -> dict[str, Any]:
     """`wrapped`: they came as instances, so predictions are expected."""
+    backend.check_room(sum(request.params().num_choices for request in requests))
     replies = await together(chat(backend, request, config) for request in requests)
     # One chat is answered by an object, not by a list of one: so do Google's clients read it.
     reply = replies[0] if len(replies) == 1 else replies
@@ -114,6 +115,7 @@ async def chats(
 
 async def generate(backend: Backend, requests: Sequence[GenerateRequest], *, raw: bool) -> dict[str, Any]:
     params = [request.params() for request in requests]  # all are checked before the first one starts
+    backend.check_room(sum(one.num_choices for one in params))
     outputs = await together(answer(backend, r.prompt, r, p) for r, p in zip(requests, params, strict=True))
     each = [
         (request, output, choice)
@@ -192,6 +194,7 @@ async def predict_as_tgi(
     backend: Backend, config: ServerConfig, instances: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     several = len(instances) > 1
+    backend.check_room(len(instances))  # at least; more choices than one are rare here, and counted later
     jobs: list[Coroutine[Any, Any, str]] = []
     try:
         for i, instance in enumerate(instances):
