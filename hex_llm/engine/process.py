@@ -1,4 +1,4 @@
-"""An engine's process in the hands of its front end: started, spoken to, watched, and ended with its children.
+"""An engine's process, for its front end: started, spoken to, watched, and ended with its children.
 
 Knows nothing of requests. Lives in one event loop. No jax.
 """

@@ -9,7 +9,7 @@ BEAT_S = 0.5  # between two beats of an engine
 
 
 class Watch:
-    """For who looks every `tick_s`. A pause of his own (a signal, a laptop that is shut) passes for two ticks:
+    """For who looks every `tick_s`. A pause of his own (a signal, a laptop that is shut) counts as two ticks:
     whoever he looks at may have been stopped with him, and is not to be blamed for that time."""
 
     def __init__(self, tick_s: float) -> None:
@@ -29,8 +29,8 @@ class Compiling(Protocol):
 
 
 class Pulse:
-    """How long an engine is at its present round: it takes commands in, and steps. Its thread tells of rounds;
-    the one that beats looks on."""
+    """How long an engine is at its present round, in which it takes commands in and steps. Its thread tells
+    of rounds; the one that beats looks on."""
 
     def __init__(self) -> None:
         self._watch = Watch(BEAT_S)

@@ -9,7 +9,7 @@ from hex_llm.errors import InvalidRequest, QueueFull
 
 
 class Room:
-    """A sequence is in from before its prompt is looked at until the engine has told its end, whoever waits."""
+    """A sequence is in from before its prompt is looked at until the engine has told its end."""
 
     def __init__(self) -> None:
         self._num_preparing = 0  # sequences
@@ -29,8 +29,8 @@ class Room:
         """InvalidRequest: they could never come in together; QueueFull: now they cannot."""
         if num_sequences > most:
             raise InvalidRequest(
-                f"the request asks for {num_sequences} sequences (its prompts times n or best_of); this server "
-                f"takes {most} at most (--max_concurrent_requests)",
+                f"the request asks for {num_sequences} sequences (prompts times n or best_of); this server "
+                f"takes at most {most} (--max_concurrent_requests)",
                 "n",
             )
         if (now := self.num_sequences) + num_sequences > most:

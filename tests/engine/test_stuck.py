@@ -1,4 +1,4 @@
-"""Engines that stop, hang or dawdle: they are ended and replaced, or left in peace. Only the engine is a fake."""
+"""Engines that stop, hang or dawdle are ended and replaced, or left in peace; only the engine is a fake."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_front_end_that_slept_blames_nobody() -> None:
         stream = asyncio.create_task(read(client, LONG))
         await until(lambda: client.num_steps > 3)
         os.kill(worker.pid, signal.SIGSTOP)  # both sleep, as on a laptop that is shut
-        time.sleep(2 * STUCK_S)  # noqa: ASYNC251
+        time.sleep(2 * STUCK_S)
         os.kill(worker.pid, signal.SIGCONT)
         assert await stream == [6, 5] * 2000
         assert process_of(client).pid == worker.pid
