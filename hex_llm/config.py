@@ -7,6 +7,7 @@ README's table from that. A config is checked when it is made and never changed;
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -16,6 +17,10 @@ from typing import Any, get_args, get_type_hints
 from hex_llm.errors import ConfigError, one_line
 
 MAX_INT = 2**31 - 1
+# Of the host's memory, for all sequences that wait or run; and what one costs in both processes together.
+QUEUE_SHARE = 0.1
+BYTES_PER_TOKEN = 80
+BYTES_PER_SEQUENCE = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +285,7 @@ class EngineConfig:
         None,
         ENGINE,
         "The most sequences running and waiting; more are turned away.",
-        unset="no limit",
+        unset="16 times max_decode_seqs, at least 1,024; less if a tenth of the host's memory holds no more",
         env=("MAX_CONCURRENT_REQUESTS",),
     )
     batch_mode: str = flag(
@@ -352,6 +357,15 @@ class EngineConfig:
         if self.enable_chunked_prefill:
             return self.prefill_len_padding + self.max_decode_seqs
         return self.max_prefill_seqs * max_len
+
+    def max_sequences(self, max_len: int) -> int:
+        """That may be waiting and running: enough for every burst that can be served in good time, and what
+        fits into a share of the memory even if all of them are as long as can be."""
+        if self.max_concurrent_requests is not None:
+            return self.max_concurrent_requests
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        fit = int(memory * QUEUE_SHARE) // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
+        return max(2 * self.max_decode_seqs, min(max(1024, 16 * self.max_decode_seqs), fit))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -447,7 +461,22 @@ class ServerConfig:
     send_timeout: int = flag(60, SERVER, "The seconds after which a client that does not read is cut off.")
     keep_alive_timeout: int = flag(5, SERVER, "The seconds that a connection is kept for the next request.")
     health_timeout: int = flag(
-        60, SERVER, "The seconds without a step, though there is work, after which the server is unhealthy."
+        60,
+        SERVER,
+        "The seconds without a step, though there is work, after which the server is unhealthy; a step that "
+        "is under way may take --step_timeout.",
+    )
+    stuck_timeout: int = flag(
+        20,
+        SERVER,
+        "The seconds without any sign of life after which the engine is killed and started again.",
+    )
+    step_timeout: int = flag(
+        300,
+        SERVER,
+        "The seconds that one step may take, compiling not counted; then the engine is killed and started "
+        "again. 0: any.",
+        low=0,
     )
     drain_timeout: int = flag(
         20, SERVER, "The seconds that running requests get to finish after SIGTERM or SIGINT.", low=0

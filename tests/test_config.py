@@ -20,6 +20,8 @@ SERVER_DEFAULTS = {
     "send_timeout": 60,
     "keep_alive_timeout": 5,
     "health_timeout": 60,
+    "stuck_timeout": 20,
+    "step_timeout": 300,
     "drain_timeout": 20,
     "host": "0.0.0.0",
     "port": 7080,

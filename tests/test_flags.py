@@ -36,6 +36,8 @@ BUILT: dict[str, Any] = {
     "send_timeout": 30,
     "keep_alive_timeout": 30,
     "health_timeout": 30,
+    "stuck_timeout": 10,
+    "step_timeout": 0,
     "drain_timeout": 30,
     "host": "::1",
     "port": 8000,

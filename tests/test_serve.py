@@ -241,7 +241,7 @@ def test_a_stream_that_is_not_waited_for_ends_with_an_error() -> None:
 
 
 def test_an_engine_that_hangs_is_unhealthy() -> None:
-    process = start_fake("FakeEngine()", health_timeout=1)
+    process = start_fake("FakeEngine()", health_timeout=1, step_timeout=0)
     with serving(process) as (address, _):
         await_ready(process, address)
         with pytest.raises(httpx.ReadTimeout):
@@ -249,6 +249,48 @@ def test_an_engine_that_hangs_is_unhealthy() -> None:
         assert status_of(address) == 200
         time.sleep(1)
         assert status_of(address) == 503
+
+
+def test_an_engine_that_is_stopped_is_replaced_and_its_streams_end() -> None:
+    process = start_fake("FakeEngine(step_s=0.05)", stuck_timeout=3)
+    with serving(process) as (address, lines):
+        (worker,) = await_ready(process, address)
+        body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as reply:
+            parts = reply.iter_lines()
+            assert next(parts).startswith("data: ")
+            worker.suspend()
+            started = time.monotonic()
+            *_, error, _, done, _ = parts
+        assert time.monotonic() - started < 3 + 5
+        assert "has failed" in json.loads(error.removeprefix("data: "))["error"]["message"]
+        assert done == "data: [DONE]"
+        assert "being restarted" in httpx.get(f"{address}/health").text
+        await_ready(process, address)
+        assert post(address, {"prompt": [5], "max_tokens": 3}).status_code == 200
+        seconds_until_gone([worker])
+    assert "no sign of life" in "".join(lines)
+
+
+def test_a_stopped_engine_does_not_outlive_its_server() -> None:
+    process = start_fake("FakeEngine()")
+    with serving(process) as (address, _):
+        children = await_ready(process, address)
+        for child in children:
+            child.suspend()
+        process.kill()
+        assert seconds_until_gone(children) < 2
+
+
+def test_a_stopped_engine_does_not_hold_up_sigterm() -> None:
+    process = start_fake("FakeEngine()")
+    with serving(process) as (address, _):
+        children = await_ready(process, address)
+        for child in children:
+            child.suspend()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        seconds_until_gone(children)
 
 
 def test_numbers_of_a_running_server() -> None:

@@ -33,6 +33,7 @@ class Limits:
     max_blocks: int  # KV blocks that one sequence could hold if it were alone
     block_size: int
     reads_text: bool  # it has a tokenizer, which structured output needs
+    max_sequences: int = MAX_INT  # waiting and running
     eos_ids: tuple[int, ...] = ()
 
     @property

@@ -2,55 +2,42 @@
 
 Lives in one event loop. Text is made here, so that the engine's process only steps. Every request gets one
 end: its output, an InvalidRequest, QueueFull, TimedOut or EngineStopped. A process that dies after it was
-ready is started again, a few times. No jax.
+ready, or is ended because it is stuck, is started again, a few times. No jax.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
-import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
-from pathlib import Path
-
-import zmq
-import zmq.asyncio
+from contextlib import asynccontextmanager
 
 from hex_llm import errors
 from hex_llm.config import EngineConfig
 from hex_llm.engine.admission import Limits, make_request
 from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import OutputCollector, for_engine
+from hex_llm.engine.process import EngineProcess
 from hex_llm.engine.protocol import (
-    MAX_COMMAND,
-    MAX_REPORT,
     Abort,
     Add,
+    Beat,
     Command,
     Failed,
     Progress,
-    Reader,
     Ready,
     Refused,
     Report,
-    Shutdown,
     Start,
     Step,
     Stop,
-    command_address,
-    encode,
-    report_address,
-    set_limits,
 )
-from hex_llm.engine.stats import Observer, Stats, Timeline, Vitals
-from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError, TimedOut
+from hex_llm.engine.room import Room
+from hex_llm.engine.stats import LOADING, Observer, Stats, Timeline, Vitals
+from hex_llm.errors import EngineStopped, HexError, InvalidRequest, ModelError, TimedOut
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import FinishReason, Request, RequestOutput, Update
@@ -60,20 +47,19 @@ from hex_llm.weights.source import fetch_for, pinned
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-P", "-m", "hex_llm.engine.worker")
-LOADING = "the model is being loaded"
 FAILED = "the engine has failed"
 RESTARTING = "the engine has failed and is being restarted"
-MAX_RESTARTS = 3  # within RESTARTS_S
-RESTARTS_S = 600
+GIVEN_UP = "the engine has failed too often; it is not started again"
+MAX_RESTARTS = 3  # one after another, of engines that then do not serve for STEADY_S
+STEADY_S = 30
+PAUSE_S = 1.0  # before the second restart; twice as long before the third
 UPDATES_AT_A_TIME = 32  # are taken in before their readers get a turn: the last need not wait for all others
-MAX_PATH = 107  # bytes of a Unix socket's name
-KILL_S = 5  # what the system gets to end a killed process
 
 
 class EngineClient:
     """An engine in a process of its own. `limits` and `tokenizer` are known once it is ready.
 
-    `observer` is told of requests; it, `log_format` and `request_timeout_s` may be set before the start.
+    `observer` is told of requests; it, `log_format` and the timeouts may be set before the start.
     """
 
     limits: Limits | None = None
@@ -85,20 +71,23 @@ class EngineClient:
         self.observer = Observer()
         self.log_format = "text"
         self.request_timeout_s = 0.0  # what a request may take in all; 0: any
+        self.stuck_timeout_s = 20.0  # that the engine may be silent
+        self.step_timeout_s = 300.0  # for a step; 0: any
         self.vitals = Vitals()
         self._command = command
-        self._failure: str | None = LOADING
         self._open: dict[str, Generation] = {}
         self._untold: set[Generation] = set()  # whose readers do not know yet that there is news
-        self._pending: dict[str, int] = {}  # choices of requests whose ends the engine has not told yet
-        self._restarts: list[float] = []  # when they were
+        self._room = Room()
+        self._num_restarts = 0  # since the engine has served for long
+        self._serving_since = 0.0
+        self._process: EngineProcess | None = None
+        self._serving: EngineProcess | None = None  # the last that was ready
+        self._receiver: asyncio.Task[None] | None = None
         self._watchers: set[asyncio.Task[None]] = set()
-        self._process: asyncio.subprocess.Process | None = None
-        self._at_end = ExitStack()
 
     @property
     def ready(self) -> bool:
-        return self._failure is None
+        return not self.vitals.trouble
 
     @property
     def num_steps(self) -> int:
@@ -110,108 +99,111 @@ class EngineClient:
         assert self.limits is not None, "not loaded yet"
         return self.limits.longest
 
+    @property
+    def max_sequences(self) -> int:
+        """That may be waiting and running."""
+        assert self.limits is not None, "not loaded yet"
+        return self.limits.max_sequences
+
     # ---- the process
 
     async def start(self) -> None:
-        """Returns when the engine is ready; raises why it could not be loaded."""
+        """Returns when the engine is ready; raises why it could not be loaded, and nothing is left then."""
         # Once: the tokenizer and the engines that follow this one are of the same version of the model.
         self.config = await asyncio.to_thread(pinned, self.config)
         self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._pending.clear()
-        self.vitals.num_pending, self.vitals.progress = 0, "starting"
-        self._folder = private_folder()
-        self._at_end.callback(shutil.rmtree, self._folder, ignore_errors=True)
-        self._connect()
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            str(self._folder),
-            stdin=asyncio.subprocess.PIPE,  # closed by our death, which the worker notices
-            start_new_session=True,  # Ctrl-C in a terminal is for us alone
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-        )
-        self._at_end.callback(asyncio.create_task(self._receive()).cancel)
-        watcher = asyncio.create_task(self._watch(self._process))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
-        level = logging.getLogger("hex_llm").getEffectiveLevel()
-        self._send(Start(self.config, level, self.log_format))
-        ready = await self._loaded
+        self.vitals.progress = "starting"
+        self._process = process = EngineProcess()
+        try:
+            await process.start(self._command)
+            self._receiver = asyncio.create_task(self._receive(process))
+            self._watch(process)
+            level = logging.getLogger("hex_llm").getEffectiveLevel()
+            self._send(Start(self.config, level, self.log_format))
+            await self._adopt(await self._loaded)
+            self._serving = process
+        except BaseException:
+            await self._release(0)
+            raise
+
+    async def _adopt(self, ready: Ready) -> None:
         if self.limits is None:
             # Now: the engine has fetched the files, and two must not do so at the same time.
             self.tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
-        if self._failure not in (LOADING, RESTARTING):
-            raise EngineStopped(str(self._failure))
+        if self.vitals.trouble not in (LOADING, RESTARTING):
+            raise EngineStopped(self.vitals.trouble)
         self.limits, self.vitals.memory, self.vitals.progress = ready.limits, ready.memory, ""
-        self._failure = None
+        log.info("sequences that may run and wait: %d (--max_concurrent_requests)", self.max_sequences)
+        self.vitals.trouble, self._serving_since = "", time.monotonic()
 
     async def stop(self, timeout_s: float) -> None:
         """Ends the process: after its present step or, if that or loading takes longer, at once."""
         self.fail("the engine was stopped")
-        for watcher in self._watchers:
+        watchers = [*self._watchers]
+        for watcher in watchers:
             watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        await self._release(timeout_s)
+
+    async def _release(self, timeout_s: float) -> None:
+        """The process, if there is one."""
+        if self._receiver is not None:
+            self._receiver.cancel()
         if self._process is not None:
-            with suppress(zmq.ZMQError):  # closed: the process has died, and its successor is not there yet
-                self._send(Shutdown())
-            try:
-                loaded = self._loaded.done() and not self._loaded.cancelled()
-                await asyncio.wait_for(self._process.wait(), timeout_s if loaded else 0)
-            except TimeoutError:
-                with suppress(ProcessLookupError):
-                    self._process.kill()
-                await asyncio.wait_for(self._process.wait(), KILL_S)
-            self._process = None
-        self._at_end.close()
+            await self._process.end(timeout_s)
 
     def fail(self, reason: str) -> None:
         """Ends every request, and all that are still to come, with EngineStopped."""
-        self._failure = reason
+        self.vitals.trouble = reason
         for generation in self._open.values():
             generation.fail(EngineStopped(reason))
             self._note_end(generation, FinishReason.ERROR)
         self._open.clear()
 
-    def _connect(self) -> None:
-        self._context = zmq.Context()
-        self._at_end.callback(self._context.term)  # which would wait for open sockets
-        self._inbox = zmq.asyncio.Socket(self._context, zmq.PULL)
-        self._outbox = zmq.Socket(self._context, zmq.PUSH)
-        for each, max_frame in ((self._inbox, MAX_REPORT), (self._outbox, MAX_COMMAND)):
-            set_limits(each, max_frame)
-            self._at_end.callback(each.close, linger=0)
-        self._inbox.bind(report_address(self._folder))
-        self._outbox.connect(command_address(self._folder))
-        self._reader: Reader[Report] = Reader(Report)
+    def _watch(self, process: EngineProcess) -> None:
+        watcher = asyncio.create_task(self._watched(process))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
+    async def _watched(self, process: EngineProcess) -> None:
+        how = await process.ended(self.stuck_timeout_s, self.step_timeout_s)
         await asyncio.sleep(0.1)  # what it said last may still be on its way, and tells more
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with the exit code {code}"
+        if process.is_ending:  # we are done with it
+            return
         self._lost(ModelError(f"the engine's process {how}"))
-        if self.limits is not None and self._failure == FAILED:
+        self._room.clear()
+        self.vitals.num_pending = 0
+        if process is self._serving:
             await self._restart()
 
     async def _restart(self) -> None:
-        """A new process for one that died."""
-        now = time.monotonic()
-        self._restarts = [one for one in self._restarts if now - one < RESTARTS_S] + [now]
-        if len(self._restarts) > MAX_RESTARTS:
-            log.critical("the engine has failed too often; it is not started again")
-            return
-        log.warning("starting the engine again")
-        self._failure = RESTARTING
-        self._at_end.close()
-        try:
-            await self.start()
-            log.info("the engine is ready again")
-        except HexError as error:  # whoever watches the new process goes on from there
-            log.error("the engine could not be started again: %s", error)
+        """A new process for one that has ended; again, if that does not come to serve."""
+        if time.monotonic() - self._serving_since > STEADY_S:
+            self._num_restarts = 0
+        while self.vitals.trouble == FAILED:
+            if self._num_restarts == MAX_RESTARTS:
+                log.critical(GIVEN_UP)
+                self.fail(GIVEN_UP)
+                return
+            log.warning("starting the engine again")
+            self.vitals.trouble = RESTARTING
+            self._num_restarts += 1
+            try:
+                await self._release(0)
+                await asyncio.sleep((self._num_restarts - 1) * PAUSE_S)
+                await self.start()
+                log.info("the engine is ready again")
+            except Exception as error:  # also of the system, which may lack memory, processes or space
+                log.error("the engine could not be started again: %s", error)
+                if self.vitals.trouble == RESTARTING:
+                    self.vitals.trouble = FAILED
 
     def _lost(self, error: HexError) -> None:
         """The engine will not answer any more; the first reason counts.
 
         An unforeseen error's message is for who starts the server, not for its clients.
         """
-        if self._failure not in (None, LOADING, RESTARTING):
+        if self.vitals.trouble not in ("", LOADING, RESTARTING):
             return
         if self._loaded.done():
             log.error("%s", error)
@@ -232,9 +224,11 @@ class EngineClient:
     ) -> AsyncIterator[Generation]:
         """A request under way; leaving it before its end aborts it. Raises what is wrong with it."""
         self._check_ready()
+        self.check_room(params.num_choices)
         timeline = Timeline(params.num_choices, params.max_tokens)
-        # Long prompts take long to be cut into tokens and to be checked.
-        collector = await asyncio.to_thread(self._prepare, prompt, params, priority, cache_salt)
+        with self._room.preparing(params.num_choices):
+            # Long prompts take long to be cut into tokens and to be checked.
+            collector = await asyncio.to_thread(self._prepare, prompt, params, priority, cache_salt)
         self._check_ready()
         request_id = collector.request.request_id
         timeline.num_prompt = len(collector.request.prompt_ids)
@@ -265,9 +259,14 @@ class EngineClient:
             await generation.until_end()
         return await asyncio.to_thread(generation.output)
 
+    def check_room(self, num_sequences: int) -> None:
+        """Refuses what there is no room for, before anything is made for it, whether or not the engine
+        answers: InvalidRequest, if there never is, else QueueFull."""
+        self._room.check(num_sequences, self.max_sequences)
+
     def _check_ready(self) -> None:
-        if self._failure is not None:
-            raise EngineStopped(self._failure)
+        if self.vitals.trouble:
+            raise EngineStopped(self.vitals.trouble)
 
     def _prepare(
         self, prompt: str | Sequence[int], params: SamplingParams, priority: int, cache_salt: str
@@ -307,19 +306,15 @@ class EngineClient:
 
     def _submit(self, request: Request) -> None:
         self._send(Add(for_engine(request)))
-        if not self._pending:
+        if not self.vitals.num_pending:
             self.vitals.progressed = time.monotonic()
-        self._pending[request.request_id] = request.params.num_choices
-        self.vitals.num_pending = len(self._pending)
+        self._room.send(request.request_id, request.params.num_choices)
+        self.vitals.num_pending = self._room.num_requests
 
-    def _settle(self, request_id: str, num_choices: int) -> None:
-        """The engine has told the end of so many choices."""
-        left = self._pending.get(request_id, 0) - num_choices
-        if left > 0:
-            self._pending[request_id] = left
-        else:
-            self._pending.pop(request_id, None)
-        self.vitals.num_pending = len(self._pending)
+    def _settle(self, request_id: str, num_choices: int | None = None) -> None:
+        """The engine has told the end of so many choices; None: of all."""
+        self._room.settle(request_id, num_choices)
+        self.vitals.num_pending = self._room.num_requests
 
     def _note_end(self, generation: Generation, left: FinishReason) -> None:
         """`left` is the reason of those choices that have not ended."""
@@ -330,22 +325,18 @@ class EngineClient:
     # ---- messages
 
     def _send(self, command: Command) -> None:
-        frame = encode(command)
-        if len(frame) > MAX_COMMAND:
-            raise InvalidRequest(f"the request takes {len(frame)} bytes, more than {MAX_COMMAND}")
-        self._outbox.send(frame)
+        assert self._process is not None
+        self._process.send(command)
 
-    async def _receive(self) -> None:
+    async def _receive(self, process: EngineProcess) -> None:
         while True:
-            report = self._reader.decode(await self._inbox.recv())
-            if report is not None:
-                try:
-                    await self._take(report)
-                except Exception:  # nothing may end this loop: all requests would wait for ever
-                    log.exception("a report of the engine could not be taken in")
-                    self.fail(FAILED)
-                    if self._process is not None and self._process.returncode is None:
-                        self._process.kill()
+            report = await process.receive()
+            try:
+                await self._take(report)
+            except Exception:  # nothing may end this loop: all requests would wait for ever
+                log.exception("a report of the engine could not be taken in")
+                self.fail(FAILED)
+                process.kill()
 
     async def _take(self, report: Report) -> None:
         match report:
@@ -357,9 +348,13 @@ class EngineClient:
                         generation.timeline.queued_s = seconds
                 await self._take_updates(updates, stats, now)
             case Refused(request_id, kind, message, param):
-                self._settle(request_id, self._pending.get(request_id, 0))
+                self._settle(request_id)
                 if generation := self._open.pop(request_id, None):
                     generation.fail(_error(kind, message, param))
+            case Beat(is_busy):
+                # Without a limit for steps, who watches the server must judge how long they take.
+                if is_busy and self.step_timeout_s:
+                    self.vitals.progressed = time.monotonic()
             case Progress(message):
                 self.vitals.progress = message
                 log.info("%s", message)
@@ -372,7 +367,7 @@ class EngineClient:
     async def _take_updates(self, updates: Sequence[Update], stats: Stats, now: float) -> None:
         num_tokens, pauses = 0, []
         # Behind, it is better that readers get several tokens at once, later.
-        is_behind = int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN
+        is_behind = self._process is not None and self._process.has_more
         for i, update in enumerate(updates, 1):
             if i % UPDATES_AT_A_TIME == 0 and not is_behind:
                 await asyncio.sleep(0)
@@ -429,21 +424,6 @@ def _error(kind: str, message: str, param: str | None = None) -> HexError:
     if isinstance(known, type) and issubclass(known, HexError):
         return known(message)
     return ModelError(f"the engine failed: {kind}: {message}")
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
-def private_folder() -> Path:
-    """A new folder for sockets, which only this user can enter; short enough for the names of sockets."""
-    base = tempfile.gettempdir()
-    if len(os.fsencode(command_address(Path(base, "hex_llm-12345678")))) > MAX_PATH:
-        base = "/tmp"
-    try:
-        return Path(tempfile.mkdtemp(prefix="hex_llm-", dir=base))
-    except OSError as error:
-        raise ConfigError(f"{base}: no folder can be made there: {error.strerror}") from error
 
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer | None:

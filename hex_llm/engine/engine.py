@@ -82,6 +82,7 @@ class Engine:
             pool.num_usable,
             config.block_size,
             grammars is not None,
+            config.max_sequences(spec.max_len),
             tuple(spec.eos_ids),
         )
         self.num_steps = 0
@@ -133,6 +134,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._live or self._in_flight or self._updates)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Any thread may ask."""
+        return self.runner.is_compiling
 
     # ---- the loop
 

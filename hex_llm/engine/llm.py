@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hex_llm.config import MAX_INT
 from hex_llm.engine.admission import make_request
 from hex_llm.engine.loading import load_engine
 from hex_llm.engine.outputs import OutputCollector, for_engine
@@ -29,7 +30,9 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **flags: Any) -> None:
         named = {} if model is None else {"model": str(model)}
-        self.config = engine_config_from_kwargs(**{"warmup": False, **named, **flags})
+        # Whoever calls has all prompts in his own memory already: there is nobody to turn away.
+        defaults = {"warmup": False, "max_concurrent_requests": MAX_INT}
+        self.config = engine_config_from_kwargs(**{**defaults, **named, **flags})
         self.engine, self.tokenizer = load_engine(self.config, progress=True)
 
     def generate(

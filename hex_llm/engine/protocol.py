@@ -63,6 +63,13 @@ Command = Start | Add | Abort | Stop | Shutdown
 # ---- from the engine
 
 
+class Beat(msgspec.Struct, tag=True):
+    """The process lives: told again and again, whatever it is at."""
+
+    is_busy: bool  # it is at a step, or compiles for one
+    step_s: float  # that it has been at it, compiling left out
+
+
 class Progress(msgspec.Struct, tag=True):
     """Loading goes on."""
 
@@ -98,7 +105,7 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-Report = Progress | Ready | Step | Refused | Failed
+Report = Beat | Progress | Ready | Step | Refused | Failed
 
 T = TypeVar("T")
 

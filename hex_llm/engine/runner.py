@@ -91,6 +91,7 @@ class Runner:
         # Where branches cost little, one program chooses tokens, whatever is wanted.
         self._branches = self._platform != "gpu"
         self.num_late_compiles = 0
+        self.is_compiling = False
         self._is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
@@ -211,7 +212,12 @@ class Runner:
             if self.config.recompile == "error":
                 raise CompiledLate(f"{key} was not compiled at the start, and --recompile=error")
             log.warning("compiling %s after the warm-up", key)
-        self._programs[key] = program = self._compile(key) if self.config.enable_jit else self._op_by_op(key)
+        self.is_compiling = True
+        try:
+            program = self._compile(key) if self.config.enable_jit else self._op_by_op(key)
+        finally:
+            self.is_compiling = False
+        self._programs[key] = program
         return program
 
     def _compile(self, key: Key) -> Any:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+LOADING = "the model is being loaded"
+
 
 class Stats(msgspec.Struct, array_like=True, kw_only=True):
     """An engine after one of its steps."""
@@ -73,16 +75,17 @@ class Timeline:
 class Vitals:
     """How an engine is; its client keeps this."""
 
+    trouble: str = LOADING  # why it does not serve; empty: it does
     progress: str = "starting"  # of loading
     memory: str = ""  # where it goes, in words
     stats: Stats = field(default_factory=Stats)
     num_steps: int = 0
     num_pending: int = 0  # requests whose end the engine has not told yet, also those that nobody waits for
-    progressed: float = 0.0  # when it last did something, or got something to do
+    progressed: float = 0.0  # when it last did something, or was at it in good time, or got something to do
 
     @property
     def stalled_s(self) -> float:
-        """How long there has been work and no step."""
+        """How long there has been work and no step, nor one under way that may take so long."""
         return time.monotonic() - self.progressed if self.num_pending else 0.0
 
 

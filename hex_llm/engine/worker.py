@@ -3,11 +3,12 @@
 Takes commands from a socket in FOLDER, steps while there is work, and reports each step in one message. Ends
 with its parent, whose death closes the pipe on standard input, on Shutdown, and when loading or a step fails.
 What a request's own data causes is told as its refusal. jax is imported only to load; how far that is, the
-progress bars know, and a thread tells.
+progress bars know, and a thread tells. Another beats from the beginning to the end.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -31,6 +32,7 @@ from hex_llm.engine.protocol import (
     MAX_REPORT,
     Abort,
     Add,
+    Beat,
     Command,
     Failed,
     Progress,
@@ -47,6 +49,7 @@ from hex_llm.engine.protocol import (
     report_address,
     set_limits,
 )
+from hex_llm.engine.pulse import BEAT_S, Pulse
 from hex_llm.engine.stats import Stats
 from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.types import Request, Update
@@ -54,6 +57,7 @@ from hex_llm.types import Request, Update
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 2.0  # between two reports of it
+PR_SET_PDEATHSIG = 1  # of Linux
 
 
 class SteppedEngine(Protocol):
@@ -67,6 +71,8 @@ class SteppedEngine(Protocol):
     def stats(self) -> Stats: ...
     @property
     def has_work(self) -> bool: ...
+    @property
+    def is_compiling(self) -> bool: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def stop(self, request_id: str, index: int) -> None: ...
@@ -94,14 +100,16 @@ class Worker:
         self._inbox.bind(command_address(folder))
         self._outbox = self._connected()
         self._reader: Reader[Command] = Reader(Command)
+        self._pulse = Pulse()
 
     def run(self, load: Load) -> int:
         """Until the end; the exit code."""
         level = logging.DEBUG  # of what fails in loading the front end shows the message, and that is enough
         try:
-            engine = self._loaded(load)
-            level = logging.ERROR
-            self._serve(engine)
+            with self._beating():
+                engine = self._loaded(load)
+                level = logging.ERROR
+                self._serve(engine)
         except Exception as error:
             log.log(level, "the engine failed", exc_info=True)
             self._send(Failed(type(error).__name__, " ".join(str(error).split())[:1000]))
@@ -127,8 +135,10 @@ class Worker:
         while True:
             if not engine.has_work:
                 engine.check_idle()
+                self._pulse.rest()
                 self._inbox.poll()
                 since = time.perf_counter()  # being idle is no part of a step
+            self._pulse.begin(engine)
             for command in self._commands():
                 if isinstance(command, Shutdown):
                     return
@@ -177,18 +187,36 @@ class Worker:
         return outbox
 
     @contextmanager
+    def _beating(self) -> Iterator[None]:
+        with self._telling("beat", BEAT_S, lambda: Beat(*self._pulse.look())):
+            yield
+
+    @contextmanager
     def _telling_progress(self) -> Iterator[None]:
+        told = ""
+
+        def news() -> Progress | None:
+            nonlocal told
+            before, told = told, shown_progress() or told
+            return Progress(told) if told != before else None
+
+        with self._telling("progress", PROGRESS_S, news):
+            yield
+
+    @contextmanager
+    def _telling(self, name: str, every_s: float, news: Callable[[], Report | None]) -> Iterator[None]:
+        """A thread reports them, if there are any."""
         done = threading.Event()
 
         def tell() -> None:
-            told = ""
             with self._connected() as outbox:  # a socket is for one thread only
-                while not done.wait(PROGRESS_S):
-                    if (now := shown_progress()) and now != told:
-                        outbox.send(encode(Progress(now)))
-                        told = now
+                while True:
+                    if (report := news()) is not None:
+                        outbox.send(encode(report))
+                    if done.wait(every_s):
+                        return
 
-        thread = threading.Thread(target=tell, name="progress", daemon=True)
+        thread = threading.Thread(target=tell, name=name, daemon=True)
         thread.start()
         try:
             yield
@@ -216,6 +244,8 @@ def end_with_parent(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
+    if sys.platform == "linux":  # a process that is stopped would notice nothing
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 

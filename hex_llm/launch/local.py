@@ -121,6 +121,7 @@ class Server(uvicorn.Server):
         self.num_signals = 0
         engine.observer, engine.log_format = self.metrics, config.log_format
         engine.request_timeout_s = config.request_timeout
+        engine.stuck_timeout_s, engine.step_timeout_s = config.stuck_timeout, config.step_timeout
         super().__init__(
             uvicorn.Config(
                 create_app(engine, config, self.metrics),

@@ -57,7 +57,7 @@ class StepLimits:
             config.max_step_tokens(max_len),
             config.enable_chunked_prefill,
             unit if config.enable_prefix_cache_hbm else None,
-            config.max_concurrent_requests,
+            config.max_sequences(max_len),
         )
 
 

@@ -36,7 +36,13 @@ class Backend(Protocol):
     @property
     def max_len(self) -> int: ...
     @property
+    def max_sequences(self) -> int: ...
+    @property
     def tokenizer(self) -> Tokenizer | None: ...
+    def check_room(self, num_sequences: int) -> None:
+        """To be asked before anything is made for a request's choices: raises InvalidRequest, if so many can
+        never be taken together, or QueueFull. Each that is generated is counted then."""
+
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
     ) -> AbstractAsyncContextManager[Generation]:

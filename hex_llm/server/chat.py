@@ -140,6 +140,7 @@ class Talk:
 async def prepare(backend: Backend, request: ChatRequest, config: ServerConfig) -> Talk:
     check_model(backend, config, request.model)
     params, tokenizer = request.params(), backend.tokenizer
+    backend.check_room(params.num_choices)
     if tokenizer is None:
         raise InvalidRequest(
             "messages: this server has no tokenizer (--skip_tokenizer_init); send token ids to "

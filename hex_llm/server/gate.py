@@ -138,7 +138,7 @@ class Gate:
             return "the server is shutting down"
         if not self.backend.ready:
             progress = f" ({vitals.progress})" if vitals.progress else ""
-            return f"the server is not ready: the model is being loaded{progress}, or the engine has stopped"
+            return f"the server is not ready: {vitals.trouble}{progress}"
         if watched and vitals.stalled_s > self.config.health_timeout:
             return f"the engine has made no step for {vitals.stalled_s:.0f} s, though there is work"
         return ""

@@ -28,7 +28,7 @@ KIND = ("cmpl", "text_completion")
 
 async def complete(backend: Backend, request: CompletionRequest) -> Fields:
     params = request.params()
-    prompts = await _prompts(backend, request)
+    prompts = await _prompts(backend, request, params)
     outputs = await together(answer(backend, prompt, request, params) for prompt in prompts)
     choices = [_choice(backend, request, params, output, one) for output in outputs for one in output.outputs]
     return whole(head_of(backend, request, *KIND), outputs, choices)
@@ -36,15 +36,18 @@ async def complete(backend: Backend, request: CompletionRequest) -> Fields:
 
 async def stream_completion(backend: Backend, request: CompletionRequest) -> Told:
     params = request.params()
-    prompts = await _prompts(backend, request)
+    prompts = await _prompts(backend, request, params)
     jobs = [Job(prompt, params, request.priority, request.cache_salt) for prompt in prompts]
     head = head_of(backend, request, *KIND)
     return chunks(backend, jobs, request, head, lambda: GrowingText(backend, request, params))
 
 
-async def _prompts(backend: Backend, request: CompletionRequest) -> Sequence[str | list[int]]:
+async def _prompts(
+    backend: Backend, request: CompletionRequest, params: SamplingParams
+) -> Sequence[str | list[int]]:
     """The backend encodes texts with special tokens around them; so others are encoded here."""
     prompts, tokenizer = request.prompts(), backend.tokenizer
+    backend.check_room(len(prompts) * params.num_choices)
     if request.add_special_tokens or tokenizer is None:
         return prompts
     return [

@@ -319,7 +319,7 @@ def info(backend: Backend) -> Json:
         "model_id": backend.model_name,
         "model_sha": None,
         "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": None,  # the engine's queue is told by /metrics
+        "max_concurrent_requests": backend.max_sequences,
         "max_best_of": MAX_CHOICES,
         "max_stop_sequences": MAX_STOPS,
         "max_input_tokens": backend.max_len - 1,

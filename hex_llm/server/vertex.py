@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 
 from hex_llm.config import ServerConfig
 from hex_llm.engine.outputs import Delta
-from hex_llm.errors import InvalidRequest
+from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.server import logprobs, tgi, tgi_schemas
 from hex_llm.server.backend import Backend, answer, together, unless_gone
 from hex_llm.server.body import Kind, not_built, parse, shown
@@ -106,6 +106,7 @@ async def chats(
     backend: Backend, config: ServerConfig, requests: Sequence[ChatRequest], *, wrapped: bool
 ) -> dict[str, Any]:
     """`wrapped`: they came as instances, so predictions are expected."""
+    backend.check_room(sum(request.params().num_choices for request in requests))
     replies = await together(chat(backend, request, config) for request in requests)
     # One chat is answered by an object, not by a list of one: so do Google's clients read it.
     reply = replies[0] if len(replies) == 1 else replies
@@ -114,6 +115,7 @@ async def chats(
 
 async def generate(backend: Backend, requests: Sequence[GenerateRequest], *, raw: bool) -> dict[str, Any]:
     params = [request.params() for request in requests]  # all are checked before the first one starts
+    backend.check_room(sum(one.num_choices for one in params))
     outputs = await together(answer(backend, r.prompt, r, p) for r, p in zip(requests, params, strict=True))
     each = [
         (request, output, choice)
@@ -159,13 +161,14 @@ def is_tgi(instance: dict[str, Any]) -> bool:
 
 def tgi_text(
     backend: Backend, config: ServerConfig, instance: dict[str, Any], where: str
-) -> Coroutine[Any, Any, str]:
-    """What its prediction will be. Unlike TGI's own route, it keeps all parameters."""
+) -> tuple[int, Coroutine[Any, Any, str]]:
+    """Its sequences, and what its prediction will be. Unlike TGI's own route, it keeps all parameters."""
     for name in ("details", "decoder_input_details", "top_n_tokens", "stream"):
         if instance.get(name):
             raise InvalidRequest(f"{where}{name}: a prediction is a text and nothing else", name)
     if "messages" in instance:
-        return _chat_text(backend, config, parse(ChatRequest, instance, where))
+        talk = parse(ChatRequest, instance, where)
+        return talk.params().num_choices, _chat_text(backend, config, talk)
     values = {name: value for name, value in instance.items() if name not in ("inputs", "stream")}
     if "max_tokens" in values:  # so Google's samples for TGI's container call it
         if "max_new_tokens" in values:
@@ -174,7 +177,7 @@ def tgi_text(
     parameters = parse(tgi_schemas.Parameters, {"do_sample": True, **values}, where)
     inputs = instance.get("inputs")
     request = parse(tgi_schemas.GenerateRequest, {"inputs": inputs, "parameters": parameters}, where)
-    return _generated_text(backend, request)
+    return request.parameters.params(max_tokens=None).num_choices, _generated_text(backend, request)
 
 
 async def _generated_text(backend: Backend, request: tgi_schemas.GenerateRequest) -> str:
@@ -193,10 +196,14 @@ async def predict_as_tgi(
 ) -> dict[str, Any]:
     several = len(instances) > 1
     jobs: list[Coroutine[Any, Any, str]] = []
+    num_sequences = 0
     try:
         for i, instance in enumerate(instances):
-            jobs.append(tgi_text(backend, config, instance, f"instances.{i}." if several else ""))
-    except InvalidRequest:
+            num, job = tgi_text(backend, config, instance, f"instances.{i}." if several else "")
+            num_sequences += num
+            jobs.append(job)
+        backend.check_room(num_sequences)
+    except HexError:
         for job in jobs:
             job.close()
         raise

@@ -22,9 +22,15 @@ LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=1)
 
 
-def with_client(test: Callable[[EngineClient], Awaitable[None]], load: str = "FakeEngine()") -> None:
+def with_client(
+    test: Callable[[EngineClient], Awaitable[None]], load: str = "FakeEngine()", **settings: float
+) -> None:
+    """`settings` are attributes of the client."""
+
     async def run() -> None:
         client = EngineClient(CONFIG, "fake", fake_worker(load))
+        for name, value in settings.items():
+            setattr(client, name, value)
         assert not client.ready
         try:
             await asyncio.wait_for(client.start(), 30)
@@ -33,7 +39,8 @@ def with_client(test: Callable[[EngineClient], Awaitable[None]], load: str = "Fa
             worker = process_of(client)
             await asyncio.wait_for(test(client), 60)
         finally:
-            folder = client._folder
+            assert client._process is not None
+            folder = client._process.folder
             await client.stop(5)
         assert not worker.is_running()
         assert not folder.exists()

@@ -332,7 +332,7 @@ def test_work_is_pending_until_the_engine_has_told_its_end() -> None:
         assert 0.4 < client.vitals.stalled_s < 5
         await client.stop(0.1)
 
-    with_client(test)
+    with_client(test, step_timeout_s=0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -359,10 +359,7 @@ def test_a_request_has_only_so_much_time(stream: bool, tmp_path: Path) -> None:
 
 def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the bars of the loading process show."""
-    load = (
-        "[__import__('hex_llm.engine.worker', fromlist=['x']).__dict__.update(PROGRESS_S=0.05),"
-        "[time.sleep(0.1) for _ in __import__('tqdm').tqdm(range(20), 'Compiling')], FakeEngine()][-1]"
-    )
+    load = "[[time.sleep(0.2) for _ in __import__('tqdm').tqdm(range(20), 'Compiling')], FakeEngine()][-1]"
 
     async def run() -> None:
         client = EngineClient(CONFIG, "fake", fake_worker(load))

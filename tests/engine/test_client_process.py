@@ -14,7 +14,9 @@ import pytest
 import zmq
 
 from hex_llm.engine import client as module
-from hex_llm.engine.client import EngineClient, private_folder
+from hex_llm.engine import process as process_module
+from hex_llm.engine.client import EngineClient
+from hex_llm.engine.process import private_folder
 from hex_llm.engine.protocol import report_address
 from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
 from hex_llm.sampling_params import SamplingParams
@@ -80,15 +82,12 @@ def test_an_engine_that_always_dies_is_given_up(
 
     async def test(client: EngineClient) -> None:
         mark.touch()
-        for _ in range(4):
-            if client._process is not None and client._process.returncode is None:
+        while "not started again" not in caplog.text:
+            if client.ready:
                 process_of(client).kill()
-            await until(lambda: client.ready or client._failure == module.FAILED)
-            await asyncio.sleep(0.3)
-            await until(lambda: client._failure != module.RESTARTING)
-        await until(lambda: "not started again" in caplog.text)
+            await asyncio.sleep(0.2)
         assert caplog.text.count("starting the engine again") == module.MAX_RESTARTS
-        with pytest.raises(EngineStopped, match=r"^the engine has failed$"):
+        with pytest.raises(EngineStopped, match=module.GIVEN_UP):
             await client.complete([5], SHORT)
 
     with_client(test, load)
@@ -101,7 +100,7 @@ def test_stopping_while_the_engine_is_started_again(tmp_path: Path) -> None:
         mark.touch()
         dead = client._process
         process_of(client).kill()
-        await until(lambda: client._failure == module.RESTARTING and client._process is not dead)
+        await until(lambda: client.vitals.trouble == module.RESTARTING and client._process is not dead)
 
     with_client(test, f"time.sleep(60) if Path({str(mark)!r}).exists() else FakeEngine()")
 
@@ -143,13 +142,15 @@ def test_malformed_reports_are_dropped() -> None:
     async def test(client: EngineClient) -> None:
         task = asyncio.create_task(client.complete([5], LONG))
         draw = random.Random(0)
-        stranger = client._context.socket(zmq.PUSH)
+        process = client._process
+        assert process is not None
+        stranger = process.context.socket(zmq.PUSH)
         stranger.set(zmq.SNDHWM, 0)
-        stranger.connect(report_address(client._folder))
+        stranger.connect(report_address(process.folder))
         for _ in range(10_000):
             stranger.send(draw.randbytes(draw.randint(0, 200)))
         assert len((await task).outputs[0].token_ids) == 4000
-        await until(lambda: client._reader.num_malformed == 10_000)
+        await until(lambda: process.reader.num_malformed == 10_000)
         assert client.ready
         stranger.close(linger=0)
 
@@ -177,7 +178,8 @@ def test_a_failure_to_load_is_raised(load: str, kind: type[HexError], message: s
         assert (type(caught.value), str(caught.value)) == (kind, message)
         assert not client.ready
         await client.stop(5)
-        assert not client._folder.exists()
+        assert client._process is not None
+        assert not client._process.folder.exists()
 
     asyncio.run(run())
 
@@ -186,7 +188,7 @@ def test_loading_can_be_given_up() -> None:
     async def run() -> None:
         client = EngineClient(CONFIG, "fake", fake_worker("time.sleep(600)"))
         starting = asyncio.create_task(client.start())
-        await until(lambda: client._process)
+        await until(lambda: client._process and client._process.is_running)
         worker = process_of(client)
         with pytest.raises(EngineStopped, match="being loaded"):
             await client.complete([5], SHORT)
@@ -206,10 +208,10 @@ def test_a_client_that_was_never_started_can_be_stopped() -> None:
 def test_sockets_have_short_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(deep))
+    monkeypatch.setattr(process_module.tempfile, "gettempdir", lambda: str(deep))
     folder = private_folder()
     assert len(str(folder)) < 50
     folder.rmdir()
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: "/nowhere")
+    monkeypatch.setattr(process_module.tempfile, "gettempdir", lambda: "/nowhere")
     with pytest.raises(ConfigError, match="/nowhere"):
         private_folder()

@@ -25,6 +25,7 @@ from hex_llm.engine.protocol import (
     MAX_COMMAND,
     Abort,
     Add,
+    Beat,
     Command,
     Failed,
     Reader,
@@ -69,10 +70,13 @@ class Running:
             self.outbox.send(encode(command))
 
     def next(self) -> Any:
-        assert self.inbox.poll(TIMEOUT_MS), "no report"
-        report = self.reader.decode(self.inbox.recv())
-        assert report is not None
-        return report
+        """The next report but beats."""
+        while True:
+            assert self.inbox.poll(TIMEOUT_MS), "no report"
+            report = self.reader.decode(self.inbox.recv())
+            assert report is not None
+            if not isinstance(report, Beat):
+                return report
 
     def until_end(self, request_id: str) -> list[Update]:
         """The updates of one request; it has one choice."""
@@ -271,7 +275,7 @@ from tests.server.fakes import *
 async def run():
     client = EngineClient(EngineConfig(skip_tokenizer_init=True), command=fake_worker(sys.argv[1]))
     starting = asyncio.create_task(client.start())
-    while client._process is None:
+    while client._process is None or not client._process.is_running:
         await asyncio.sleep(0.01)
     if "FakeEngine" in sys.argv[1]:
         await starting
@@ -279,7 +283,7 @@ async def run():
         await asyncio.sleep(0.1)
     else:
         await asyncio.sleep(1)
-    print(client._process.pid, client._folder, flush=True)
+    print(client._process.pid, client._process.folder, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(run())

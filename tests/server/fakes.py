@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import psutil
 from hex_llm.engine.admission import Limits, check_request, make_request
 from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import OutputCollector, for_engine
+from hex_llm.engine.room import Room
 from hex_llm.engine.stats import Stats
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams
@@ -96,6 +98,7 @@ class FakeBackend:
 
     model_name = "fake"
     max_len = LIMITS.longest
+    max_sequences = 4096
     num_turns = 1
 
     def __init__(self, tokenizer: Tokenizer | None = None, *, ready: bool = True) -> None:
@@ -105,6 +108,11 @@ class FakeBackend:
         self.num_cancelled = 0
         self.hold: asyncio.Event | None = None
         self.error: Exception | None = None
+
+    def check_room(self, num_sequences: int) -> None:
+        Room().check(num_sequences, self.max_sequences)
+        if isinstance(self.error, QueueFull):
+            raise self.error
 
     @asynccontextmanager
     async def generate(
@@ -170,11 +178,20 @@ class Speaker(FakeBackend):
 class FakeEngine:
     """As the worker knows an engine. Each step gives every open choice a token; `journal` tells the rest."""
 
-    limits = LIMITS
     memory = "memory: none"
 
-    def __init__(self, journal: Path | None = None, *, step_s: float = 0.0, max_requests: int = 1000) -> None:
+    def __init__(
+        self,
+        journal: Path | None = None,
+        *,
+        step_s: float = 0.0,
+        max_requests: int = 1000,
+        is_compiling: bool = False,
+        max_sequences: int = LIMITS.max_sequences,
+    ) -> None:
+        self.limits = replace(LIMITS, max_sequences=max_sequences)
         self.num_steps = 0
+        self.is_compiling = is_compiling
         self._journal = journal
         self._step_s = step_s
         self._max_requests = max_requests
