@@ -288,6 +288,11 @@ class EngineConfig:
         unset="16 times max_decode_seqs, at least 1,024; less if a tenth of the host's memory holds no more",
         env=("MAX_CONCURRENT_REQUESTS",),
     )
+    allow_priority: bool = flag(
+        False,
+        ENGINE,
+        "Let requests have a priority: the lower, the earlier they run. Who waits comes first in the end.",
+    )
     batch_mode: str = flag(
         "continuous",
         ENGINE,

@@ -66,6 +66,7 @@ ENGINE_DEFAULTS = {
     "enable_chunked_prefill": False,
     "max_num_batched_tokens": None,
     "async_scheduling": True,
+    "allow_priority": False,
     "recompile": "warn",
     "max_concurrent_requests": None,
     "batch_mode": "continuous",

@@ -79,6 +79,7 @@ BUILT: dict[str, Any] = {
     "enable_chunked_prefill": True,
     "max_num_batched_tokens": 512,
     "async_scheduling": False,
+    "allow_priority": True,
     "recompile": "error",
     "max_concurrent_requests": 128,
     "profile": "traces",

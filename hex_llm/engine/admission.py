@@ -35,6 +35,7 @@ class Limits:
     reads_text: bool  # it has a tokenizer, which structured output needs
     max_sequences: int = MAX_INT  # waiting and running
     eos_ids: tuple[int, ...] = ()
+    allows_priority: bool = True
 
     @property
     def longest(self) -> int:
@@ -91,6 +92,8 @@ def check_request(request: Request, limits: Limits) -> None:
         raise InvalidRequest("structured_outputs: this server has no tokenizer", "structured_outputs")
     if not _is_whole(request.priority) or abs(request.priority) > MAX_INT:
         raise InvalidRequest(f"priority: must be a whole number from {-MAX_INT} to {MAX_INT}", "priority")
+    if request.priority and not limits.allows_priority:
+        raise InvalidRequest("priority: this server takes none (--allow_priority)", "priority")
     salt = request.cache_salt
     if not isinstance(salt, str) or len(salt) > MAX_SALT or not is_unicode(salt):
         raise InvalidRequest(f"cache_salt: must be a text of at most {MAX_SALT} characters", "cache_salt")

@@ -84,6 +84,7 @@ class Engine:
             grammars is not None,
             config.max_sequences(spec.max_len),
             tuple(spec.eos_ids),
+            config.allow_priority,
         )
         self.num_steps = 0
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it

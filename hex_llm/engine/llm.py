@@ -31,7 +31,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **flags: Any) -> None:
         named = {} if model is None else {"model": str(model)}
         # Whoever calls has all prompts in his own memory already: there is nobody to turn away.
-        defaults = {"warmup": False, "max_concurrent_requests": MAX_INT}
+        defaults = {"warmup": False, "max_concurrent_requests": MAX_INT, "allow_priority": True}
         self.config = engine_config_from_kwargs(**{**defaults, **named, **flags})
         self.engine, self.tokenizer = load_engine(self.config, progress=True)
 

@@ -404,13 +404,20 @@ def test_the_queue_has_an_end(folder: Path) -> None:
 
 
 def test_priority(folder: Path) -> None:
-    engine = make_engine(folder, **{**FLAGS, "max_decode_seqs": 1})
+    engine = make_engine(folder, **{**FLAGS, "max_decode_seqs": 1}, allow_priority=True)
     order: list[str] = []
     for name, priority in (("a", 0), ("b", 1), ("c", -1)):
         engine.add(request(name, PROMPT, greedy(max_tokens=2), priority=priority))
     while engine.has_work:
         order += [u.request_id for u in engine.step() if u.finish_reason]
     assert order == ["c", "a", "b"]
+
+
+def test_priority_only_where_it_is_allowed(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="--allow_priority") as refused:
+        engine.add(request("r", PROMPT, priority=-1))
+    assert refused.value.param == "priority"
+    drive(engine, [request("r", PROMPT, priority=0)])
 
 
 def test_a_late_compilation_is_counted_or_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -89,7 +89,7 @@ def random_params(generator: random.Random) -> SamplingParams:
 def soak(folder: Path, tiny: Tiny, flags: dict[str, Any], num_requests: int) -> None:
     tiny.save(folder)
     small = {"num_blocks": 40, "max_decode_seqs": 4, "max_model_len": MAX_LEN, "recompile": "error"}
-    engine = make_engine(folder, **{**small, **flags})
+    engine = make_engine(folder, allow_priority=True, **{**small, **flags})
     engine.warm_up()
     generator = random.Random(1)
     ends: dict[tuple[str, int], FinishReason] = {}
