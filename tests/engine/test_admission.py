@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from hex_llm.config import EngineConfig
 from hex_llm.engine.admission import Limits, check_request, make_request, max_len_of
+from hex_llm.engine.client import EngineClient
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.types import Request
@@ -31,6 +33,12 @@ def test_who_names_no_length_gets_what_fits() -> None:
     assert max_len_of(made(max_tokens=54), LIMITS) == 64
     roomy = replace(LIMITS, max_len=50)
     assert max_len_of(made(roomy, max_tokens=None), roomy) == roomy.longest == 50
+
+
+def test_servers_tell_what_fits() -> None:
+    client = EngineClient(EngineConfig())
+    client.limits = LIMITS
+    assert client.max_len == 64
 
 
 @pytest.mark.parametrize(
