@@ -11,20 +11,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from hex_llm.config import ServerConfig
+from hex_llm.engine.beside import shaped
 from hex_llm.engine.outputs import Delta
 from hex_llm.errors import InvalidRequest
 from hex_llm.server import logprobs, tgi, tgi_schemas
-from hex_llm.server.backend import Backend, answer, together, unless_gone
+from hex_llm.server.backend import Backend, answer, size_of, together, unless_gone
 from hex_llm.server.body import Kind, not_built, parse, shown
 from hex_llm.server.chat import chat, stream_chat
+from hex_llm.server.encoding import Whole, encode
 from hex_llm.server.problems import problem_of
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest
-from hex_llm.server.stream import Job, News, Told, encode, refuse_best_of, streamed
+from hex_llm.server.stream import Job, News, Told, refuse_best_of, streamed
 from hex_llm.types import CompletionOutput, RequestOutput
 
 MARK = "@requestFormat"  # its one value makes an instance a chat completion
@@ -104,17 +107,27 @@ def parse_all(kind: type[Kind], instances: Sequence[dict[str, Any]]) -> list[Kin
 
 async def chats(
     backend: Backend, config: ServerConfig, requests: Sequence[ChatRequest], *, wrapped: bool
-) -> dict[str, Any]:
+) -> Whole:
     """`wrapped`: they came as instances, so predictions are expected."""
     replies = await together(chat(backend, request, config) for request in requests)
-    # One chat is answered by an object, not by a list of one: so do Google's clients read it.
-    reply = replies[0] if len(replies) == 1 else replies
-    return {"predictions": reply} if wrapped else replies[0]
+
+    def make() -> Any:
+        made = [reply.make() for reply in replies]
+        # One chat is answered by an object, not by a list of one: so do Google's clients read it.
+        return {"predictions": made[0] if len(made) == 1 else made} if wrapped else made[0]
+
+    return Whole(sum(reply.size for reply in replies), make)
 
 
-async def generate(backend: Backend, requests: Sequence[GenerateRequest], *, raw: bool) -> dict[str, Any]:
+async def generate(backend: Backend, requests: Sequence[GenerateRequest], *, raw: bool) -> Whole:
     params = [request.params() for request in requests]  # all are checked before the first one starts
     outputs = await together(answer(backend, r.prompt, r, p) for r, p in zip(requests, params, strict=True))
+    return Whole(size_of(*outputs), partial(_reply, backend, requests, outputs, raw))
+
+
+def _reply(
+    backend: Backend, requests: Sequence[GenerateRequest], outputs: Sequence[RequestOutput], raw: bool
+) -> dict[str, Any]:
     each = [
         (request, output, choice)
         for request, output in zip(requests, outputs, strict=True)
@@ -178,19 +191,20 @@ def tgi_text(
 
 
 async def _generated_text(backend: Backend, request: tgi_schemas.GenerateRequest) -> str:
-    text: str = (await tgi.generate(backend, request, max_tokens=None)).body["generated_text"]
+    reply = await tgi.generate(backend, request, max_tokens=None)
+    text: str = (await shaped(*reply.body))["generated_text"]
     return text
 
 
 async def _chat_text(backend: Backend, config: ServerConfig, request: ChatRequest) -> str:
-    message = (await chat(backend, request, config))["choices"][0]["message"]
+    message = (await shaped(*await chat(backend, request, config)))["choices"][0]["message"]
     text: str | None = message["content"]
     return json.dumps(message["tool_calls"]) if text is None else text
 
 
 async def predict_as_tgi(
     backend: Backend, config: ServerConfig, instances: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+) -> Whole:
     several = len(instances) > 1
     jobs: list[Coroutine[Any, Any, str]] = []
     try:
@@ -200,7 +214,8 @@ async def predict_as_tgi(
         for job in jobs:
             job.close()
         raise
-    return {"predictions": await together(jobs)}
+    texts = await together(jobs)
+    return Whole(0, lambda: {"predictions": texts})
 
 
 # ---- streams

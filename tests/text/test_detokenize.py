@@ -291,7 +291,7 @@ class CountedCodec:
         self.codec = tokenizer.codec
         self.vocab_size, self.prefix = self.codec.vocab_size, self.codec.prefix
         self.token_id, self.encode = self.codec.token_id, self.codec.encode
-        self.num = 0
+        self.longest, self.num = self.codec.longest, 0
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
         self.num += 1
