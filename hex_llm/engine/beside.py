@@ -19,6 +19,7 @@ T = TypeVar("T")
 # Threads begin with their first work.
 _REPLIES = ThreadPoolExecutor(2, "reply")
 _TEXTS = ThreadPoolExecutor(2, "text")
+_REPORTS = ThreadPoolExecutor(1, "report")
 
 
 async def shaped(size: int, work: Callable[[], T]) -> T:
@@ -34,3 +35,8 @@ async def read(size: int, work: Callable[[], T]) -> T:
     if size < LONG_TEXT:
         return await asyncio.to_thread(work)
     return await asyncio.get_running_loop().run_in_executor(_TEXTS, work)
+
+
+async def decoded(work: Callable[[], T]) -> T:
+    """What the work makes of a report of the engine, behind which all others wait."""
+    return await asyncio.get_running_loop().run_in_executor(_REPORTS, work)

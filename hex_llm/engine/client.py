@@ -27,10 +27,11 @@ import zmq.asyncio
 from hex_llm import errors
 from hex_llm.config import EngineConfig
 from hex_llm.engine.admission import Limits, make_request
-from hex_llm.engine.beside import read
+from hex_llm.engine.beside import decoded, read
 from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import OutputCollector, for_engine
 from hex_llm.engine.protocol import (
+    LARGE_REPORT,
     MAX_COMMAND,
     MAX_REPORT,
     Abort,
@@ -340,7 +341,11 @@ class EngineClient:
 
     async def _receive(self) -> None:
         while True:
-            report = self._reader.decode(await self._inbox.recv())
+            frame = await self._inbox.recv()
+            if len(frame) < LARGE_REPORT:
+                report = self._reader.decode(frame)
+            else:
+                report = await decoded(partial(self._reader.decode_large, frame))
             if report is not None:
                 try:
                     await self._take(report)
