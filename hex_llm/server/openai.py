@@ -22,6 +22,7 @@ from hex_llm.server import logprobs
 from hex_llm.server.backend import Backend, answer, size_of, together, unless_gone
 from hex_llm.server.chat import DEFAULTS, chat, check_parsers, stream_chat
 from hex_llm.server.encoding import Listed, Whole, encode
+from hex_llm.server.large_bodies import BodyRoute
 from hex_llm.server.replies import Fields, chunks, end_of, head_of, whole
 from hex_llm.server.schemas import ChatRequest, CompletionRequest
 from hex_llm.server.stream import Job, News, Told, streamed
@@ -163,7 +164,7 @@ async def chat_reply(
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     """Raises ConfigError for a parser that is not known."""
     check_parsers(config)
-    router = APIRouter(prefix="/v1")
+    router = APIRouter(prefix="/v1", route_class=BodyRoute)
     started = int(time.time())
 
     @router.post("/completions")

@@ -21,6 +21,7 @@ from hex_llm.errors import InvalidRequest
 from hex_llm.server.backend import Backend, answer, raise_failure, size_of, unless_gone
 from hex_llm.server.chat import Talk, prepare
 from hex_llm.server.encoding import Listed, Whole, encode
+from hex_llm.server.large_bodies import BodyRoute
 from hex_llm.server.problems import problem_of
 from hex_llm.server.replies import Fields
 from hex_llm.server.responses_schemas import ResponsesRequest
@@ -286,7 +287,7 @@ def new_id(prefix: str) -> str:
 
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
-    router = APIRouter(prefix="/v1/responses")
+    router = APIRouter(prefix="/v1/responses", route_class=BodyRoute)
 
     @router.post("")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 
 from hex_llm import __version__
 from hex_llm.config import ServerConfig
@@ -28,6 +27,7 @@ from hex_llm.server.backend import Backend, raise_failure, size_of, unless_gone
 from hex_llm.server.body import parse
 from hex_llm.server.encoding import Listed, Whole
 from hex_llm.server.gate import HEADERS
+from hex_llm.server.large_bodies import BodyRoute, checked
 from hex_llm.server.logprobs import finite
 from hex_llm.server.openai import chat_reply, completion_reply
 from hex_llm.server.problems import invalid_body
@@ -78,7 +78,7 @@ async def in_their_shape(work: Awaitable[Response]) -> Response:
     return JSONResponse(body, status, HEADERS.get(status))
 
 
-class TgiRoute(APIRoute):
+class TgiRoute(BodyRoute):
     """A route that tells its errors as TGI does."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -384,9 +384,11 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     @router.post("/invocations")
     async def sagemaker(body: Json, request: Request) -> Response:
         if "messages" in body:
-            return await chat_reply(backend, request, parse(ChatRequest, body), config)
+            chat = await checked(request, partial(parse, ChatRequest, body))
+            return await chat_reply(backend, request, chat, config)
         if "prompt" in body:
-            return await completion_reply(backend, request, parse(CompletionRequest, body))
+            completion = await checked(request, partial(parse, CompletionRequest, body))
+            return await completion_reply(backend, request, completion)
         return await compatible(parse(GenerateRequest, body), request)
 
     return router

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from hex_llm import __version__
 from hex_llm.config import ServerConfig
@@ -22,6 +22,7 @@ from hex_llm.server.backend import Backend
 from hex_llm.server.body import Body, TokenIds, parse
 from hex_llm.server.chat import prepare
 from hex_llm.server.encoding import Encoded, Listed, Whole, encode, reply_of
+from hex_llm.server.large_bodies import BodyRoute, checked
 from hex_llm.server.schemas import ChatRequest
 from hex_llm.server.tgi import TgiRoute, in_their_shape
 from hex_llm.server.tgi_schemas import TokenizeRequest
@@ -57,11 +58,11 @@ def _tokenizer(backend: Backend) -> Tokenizer:
 # ---- vLLM's
 
 
-async def tokenize(backend: Backend, config: ServerConfig, body: Json) -> Whole:
+async def tokenize(backend: Backend, config: ServerConfig, request: Request, body: Json) -> Whole:
     tokenizer = _tokenizer(backend)
     wanted: ChatToTokenize | PromptToTokenize
     if "messages" in body:
-        wanted = parse(ChatToTokenize, body)
+        wanted = await checked(request, partial(parse, ChatToTokenize, body))
         ids = (await prepare(backend, wanted, config, any_length=True)).prompt_ids
     else:
         wanted = parse(PromptToTokenize, body)
@@ -112,13 +113,13 @@ def chat_tokens_reply(tokenizer: Tokenizer, prompt_ids: list[int]) -> Response:
 
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/tokenize")
-    async def tokenize_route(body: Json) -> Response:
+    async def tokenize_route(body: Json, request: Request) -> Response:
         if "inputs" in body:
             return await in_their_shape(as_tgi(body))
-        return await reply_of(await tokenize(backend, config, body))
+        return await reply_of(await tokenize(backend, config, request, body))
 
     async def as_tgi(body: Json) -> Response:
         wanted = parse(TokenizeRequest, body)

@@ -25,6 +25,7 @@ from hex_llm.server.backend import Backend, answer, size_of, together, unless_go
 from hex_llm.server.body import Kind, not_built, parse, shown
 from hex_llm.server.chat import chat, stream_chat
 from hex_llm.server.encoding import Whole, encode
+from hex_llm.server.large_bodies import BodyRoute, checked
 from hex_llm.server.problems import problem_of
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest
 from hex_llm.server.stream import Job, News, Told, refuse_best_of, streamed
@@ -274,13 +275,13 @@ async def respond(backend: Backend, config: ServerConfig, request: Request, body
         return await unless_gone(request, predict_as_tgi(backend, config, instances))
     is_stream = wants_stream(instances)
     if is_chat(instances):
-        talks = parse_all(ChatRequest, instances)
+        talks = await checked(request, partial(parse_all, ChatRequest, instances))
         if is_stream:
             return await streamed(request, await stream_chat(backend, talks[0], config, usage_at_end=True))
         return await unless_gone(request, chats(backend, config, talks, wrapped=wrapped))
     for instance in instances:
         instance.pop("stream", None)
-    requests = parse_all(GenerateRequest, instances)
+    requests = await checked(request, partial(parse_all, GenerateRequest, instances))
     if is_stream:
         pieces_of_it = pieces(backend, requests[0])
         return await streamed(request, pieces_of_it, broken=broken_piece, media_type="text/plain")
@@ -293,7 +294,7 @@ def broken_piece(error: Exception) -> bytes:
 
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     async def vertex_predict(body: dict[str, Any], request: Request) -> Response:
         return await respond(backend, config, request, body)
