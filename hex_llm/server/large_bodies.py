@@ -63,8 +63,8 @@ def _value(kind: Any, body: bytes) -> Any:
 
 
 def _decoded(body: bytes) -> Any:
-    """By msgspec, in a quarter of json's time, in which nothing else runs. No garbage is looked for: JSON has no
-    cycles, and to look for some among a million values takes longer than all the rest."""
+    """By msgspec, in a quarter of json's time, in which nothing else runs. No garbage is looked for: JSON has
+    no cycles, and to look for some among a million values takes longer than all the rest."""
     gc.disable()
     try:
         return msgspec.json.decode(body)

@@ -24,6 +24,8 @@ NUM_TOKENS = 6000
 SAID = [FIRST_BYTE + ord("a") + i % 26 for i in range(NUM_TOKENS)]
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 RESPONSES = "/v1/responses"
+TOLD = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+ECHO = {"prompt": "p" * 4000, "max_tokens": 9, "logprobs": 20, "echo": True, "n": 4}
 
 
 class Flood(FakeBackend):
@@ -52,12 +54,12 @@ LARGE = [
     (COMPLETIONS, {"prompt": "hi", "logprobs": 20, "n": 3}),
     (COMPLETIONS, {"prompt": "hi", "logprobs": 20, "n": 3, "stream": True}),
     (COMPLETIONS, {"prompt": "p" * 4000, "max_tokens": 9, "prompt_logprobs": 20, "n": 6}),
-    (COMPLETIONS, {"prompt": "p" * 4000, "max_tokens": 9, "logprobs": 20, "echo": True, "n": 4, "stream": True}),
+    (COMPLETIONS, {**ECHO, "stream": True}),
     (GENERATE, {"prompt": "hi", "logprobs": 20, "n": 3}),
-    (RESPONSES, {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 20}),
-    (RESPONSES, {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 20, "stream": True}),
+    (RESPONSES, {"input": "hi", **TOLD}),
+    (RESPONSES, {"input": "hi", **TOLD, "stream": True}),
     ("/generate_stream", {"inputs": "hi", "parameters": {"top_n_tokens": 5, "details": True}}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "body"), LARGE)
