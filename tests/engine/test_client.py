@@ -18,13 +18,13 @@ from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import FinishReason
 from tests.engine.clients import CONFIG, LONG, SHORT, until, with_client
 from tests.server.fakes import (
-    ByteCodec,
     BOS,
     EOS,
     FAILS_TO_ADD,
     FIRST_BYTE,
     HANGS,
     LIMITS,
+    ByteCodec,
     byte_tokenizer,
     fake_worker,
 )
