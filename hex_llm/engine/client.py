@@ -14,10 +14,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from hex_llm import errors
 from hex_llm.config import EngineConfig
 from hex_llm.engine.admission import Limits, make_request
+from hex_llm.engine.beside import read
 from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import OutputCollector, for_engine
 from hex_llm.engine.process import EngineProcess
@@ -227,8 +229,11 @@ class EngineClient:
         self.check_room(params.num_choices)
         timeline = Timeline(params.num_choices, params.max_tokens)
         with self._room.preparing(params.num_choices):
+            if isinstance(prompt, str) and self.tokenizer and params.truncate_prompt_tokens is None:
+                self.tokenizer.refuse_longer(prompt, self.max_len)
             # Long prompts take long to be cut into tokens and to be checked.
-            collector = await asyncio.to_thread(self._prepare, prompt, params, priority, cache_salt)
+            prepare = partial(self._prepare, prompt, params, priority, cache_salt)
+            collector = await read(len(prompt) if isinstance(prompt, str) else 0, prepare)
         self._check_ready()
         request_id = collector.request.request_id
         timeline.num_prompt = len(collector.request.prompt_ids)
@@ -257,7 +262,7 @@ class EngineClient:
         """The whole output, once it is there; cancelled, the request is aborted."""
         async with self.generate(prompt, params, priority=priority, cache_salt=cache_salt) as generation:
             await generation.until_end()
-        return await asyncio.to_thread(generation.output)
+        return generation.output()
 
     def check_room(self, num_sequences: int) -> None:
         """Refuses what there is no room for, before anything is made for it, whether or not the engine

@@ -28,8 +28,8 @@ class Generation:
         self._end = asyncio.Event()
 
     def output(self) -> RequestOutput:
-        """Everything so far."""
-        return self.collector.output()
+        """Everything so far; log-probabilities are named when they are looked at."""
+        return self.collector.output(named_late=True)
 
     async def until_end(self) -> None:
         await self._end.wait()

@@ -7,11 +7,13 @@ neither how updates arrive nor who reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 import msgspec
 
+from hex_llm.sampling_params import MAX_LOGPROBS
 from hex_llm.text.detokenize import Detokenizer
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import (
@@ -32,12 +34,61 @@ class Delta(msgspec.Struct):
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[Logprobs] | None
+    logprobs: Sequence[Logprobs] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     error: str
     error_param: str | None
     error_is_busy: bool
+
+
+class Named(Sequence[Logprobs]):
+    """Log-probabilities of tokens, with names: made when they are looked at, and not kept, for they are many
+    times as large as what the engine told. Of a token that it told nothing of, `unknown`."""
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        told: Sequence[TokenLogprobs | None],
+        num_top: int,
+        tokenizer: Tokenizer | None,
+        unknown: Any = None,
+    ) -> None:
+        num = min(len(ids), len(told))
+        self._ids, self._told = ids[:num], told[:num]
+        self._num_top = num_top
+        self._tokenizer = tokenizer
+        self._unknown = unknown
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, place: int) -> Logprobs: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Logprobs]: ...
+    def __getitem__(self, place: int | slice) -> Logprobs | list[Logprobs]:
+        return (
+            list(self)[place] if isinstance(place, slice) else self._of(self._ids[place], self._told[place])
+        )
+
+    def __iter__(self) -> Iterator[Logprobs]:
+        return map(self._of, self._ids, self._told)
+
+    def __add__(self, other: Named) -> Named:
+        ids, told = [*self._ids, *other._ids], [*self._told, *other._told]
+        return Named(ids, told, self._num_top, self._tokenizer, self._unknown)
+
+    def _of(self, token_id: int, told: TokenLogprobs | None) -> Logprobs:
+        if told is None:
+            unknown: Logprobs = self._unknown
+            return unknown
+        top = zip(told.top_ids[: self._num_top], told.top_logprobs[: self._num_top], strict=True)
+        known = {i: Logprob(value, rank, self._name(i)) for rank, (i, value) in enumerate(top, 1)}
+        return {token_id: Logprob(told.logprob, told.rank, self._name(token_id)), **known}
+
+    def _name(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.shown(token_id)
 
 
 def for_engine(request: Request) -> Request:
@@ -101,37 +152,43 @@ class OutputCollector:
 
         An echo's text comes first. All choices are told, also where only the likeliest are wanted.
         """
-        named = None if self.request.params.logprobs is None else self._named
+        named = None if self.request.params.logprobs is None else self._named_of_choice
         return [delta for choice in self._choices if (delta := choice.take_news(named)) is not None]
 
-    def output(self) -> RequestOutput:
-        """Everything so far. Where more choices were made than are wanted, the likeliest per token."""
+    def output(self, *, named_late: bool = False) -> RequestOutput:
+        """Everything so far. Where more choices were made than are wanted, the likeliest per token.
+
+        `named_late`: log-probabilities are `Named`, which takes no time now, instead of lists.
+        """
+        listed: Callable[[Named], Any] = (lambda named: named) if named_late else list
         params = self.request.params
         choices = self._choices
         if len(choices) > params.n:
             choices = sorted(choices, key=_Choice.likelihood, reverse=True)[: params.n]
-        asked = None if params.prompt_logprobs is None else self.prompt_logprobs(params.prompt_logprobs)
+        asked = params.prompt_logprobs
         return RequestOutput(
             self.request.request_id,
             self.request.prompt_ids,
-            [self._completion(i, choice) for i, choice in enumerate(choices)],
+            [self._completion(i, choice, listed) for i, choice in enumerate(choices)],
             self.prompt,
-            asked,
+            None if asked is None else listed(self.prompt_logprobs(asked)),
             self.num_cached,
             self.finished,
         )
 
-    def prompt_logprobs(self, num_top: int) -> list[Logprobs | None]:
+    def prompt_logprobs(self, num_top: int, unknown: Any = None) -> Named:
         """One for each token of the prompt, as far as they have come; nothing precedes the first."""
-        ids = self.request.prompt_ids[1:]
-        return [None, *self._named(ids, (_cut(raw, num_top) for raw in self._prompt_logprobs))]
+        told = [None, *self._prompt_logprobs]
+        return Named(self.request.prompt_ids, told, num_top, self._tokenizer, unknown)
 
-    def _completion(self, index: int, choice: _Choice) -> CompletionOutput:
+    def _completion(
+        self, index: int, choice: _Choice, listed: Callable[[Named], list[Logprobs]]
+    ) -> CompletionOutput:
         params = self.request.params
-        logprobs = self._logprobs(choice.token_ids, choice.logprobs)
-        if logprobs is not None and params.echo:
-            assert params.logprobs is not None
-            logprobs = [known or {} for known in self.prompt_logprobs(params.logprobs)] + logprobs
+        logprobs = None  # unless the user asked for them, even if the engine was
+        if params.logprobs is not None:
+            named = self._named_of_choice(choice.token_ids, choice.logprobs)
+            logprobs = listed(self.prompt_logprobs(params.logprobs, {}) + named if params.echo else named)
         return CompletionOutput(
             index,
             list(choice.token_ids),
@@ -151,20 +208,8 @@ class OutputCollector:
             return self.prompt or ""
         return self._tokenizer.decode(self.request.prompt_ids, skip_special_tokens=params.skip_special_tokens)
 
-    def _logprobs(self, token_ids: list[int], raw: list[TokenLogprobs]) -> list[Logprobs] | None:
-        """None: the user did not ask for them, even if the engine was."""
-        return None if self.request.params.logprobs is None else self._named(token_ids, raw)
-
-    def _named(self, token_ids: Iterable[int], raw: Iterable[TokenLogprobs]) -> list[Logprobs]:
-        return [self._of_token(token_id, one) for token_id, one in zip(token_ids, raw, strict=False)]
-
-    def _of_token(self, token_id: int, raw: TokenLogprobs) -> Logprobs:
-        top = zip(raw.top_ids, raw.top_logprobs, strict=True)
-        known = {i: Logprob(value, rank, self._name(i)) for rank, (i, value) in enumerate(top, 1)}
-        return {token_id: Logprob(raw.logprob, raw.rank, self._name(token_id)), **known}
-
-    def _name(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.shown(token_id)
+    def _named_of_choice(self, token_ids: list[int], told: list[TokenLogprobs]) -> Named:
+        return Named(token_ids, told, MAX_LOGPROBS, self._tokenizer)
 
 
 @dataclass(eq=False, slots=True)
@@ -217,7 +262,7 @@ class _Choice:
         return -math.inf if failed or not self.logprobs else self.cumulative_logprob / len(self.logprobs)
 
     def take_news(
-        self, named: Callable[[list[int], list[TokenLogprobs]], list[Logprobs]] | None
+        self, named: Callable[[list[int], list[TokenLogprobs]], Sequence[Logprobs]] | None
     ) -> Delta | None:
         """What is new since the last call, if anything is; `named` makes the log-probabilities, if wanted."""
         start, first, ended = self.num_told, self.num_pieces_told, self.finish_reason is not None
@@ -234,7 +279,3 @@ class _Choice:
 
 def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:
     return None if tokenizer is None else Detokenizer(tokenizer, request.params, request.prompt_ids)
-
-
-def _cut(raw: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    return raw._replace(top_ids=raw.top_ids[:num_top], top_logprobs=raw.top_logprobs[:num_top])

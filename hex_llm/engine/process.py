@@ -13,12 +13,15 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
+from hex_llm.engine.beside import decoded
 from hex_llm.engine.protocol import (
+    LARGE_REPORT,
     MAX_COMMAND,
     MAX_REPORT,
     Beat,
@@ -93,7 +96,11 @@ class EngineProcess:
     async def receive(self) -> Report:
         """Its next report."""
         while True:
-            report = self.reader.decode(await self._inbox.recv())
+            frame = await self._inbox.recv()
+            if len(frame) < LARGE_REPORT:
+                report = self.reader.decode(frame)
+            else:
+                report = await decoded(partial(self.reader.decode_large, frame))
             if report is None:
                 continue
             self._silent_s = 0.0

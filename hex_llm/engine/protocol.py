@@ -16,7 +16,7 @@ import zmq
 from hex_llm.config import EngineConfig
 from hex_llm.engine.admission import Limits
 from hex_llm.engine.stats import Stats
-from hex_llm.types import Request, Update
+from hex_llm.types import Request, TokenLogprobs, Update
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 # whole prompts. ZMQ hangs up on a peer that announces more, before anything is allocated.
 MAX_COMMAND = 64 << 20
 MAX_REPORT = 1 << 30
+LARGE_REPORT = 256 << 10  # bytes: what takes some milliseconds to decode
 LINGER_MS = 1000  # what a closing socket gets to deliver its last messages
 
 
@@ -122,6 +123,14 @@ class Reader(Generic[T]):
         self.num_malformed = 0
         self._decoder = msgspec.msgpack.Decoder(messages)
 
+    def decode_large(self, frame: bytes) -> T | Step | None:
+        """As `decode`, but in many calls: nothing else runs in the process while one is under way."""
+        try:
+            step = _RAW_STEP.decode(frame)
+        except Exception:  # no step, or none at all
+            return self.decode(frame)
+        return Step([_update(one) for one in step.updates], step.num_steps, step.stats)
+
     def decode(self, frame: bytes) -> T | None:
         """None: the frame was malformed."""
         try:
@@ -138,6 +147,38 @@ class Reader(Generic[T]):
                 )
             return None
         return message
+
+
+# Steps whose log-probabilities are not decoded yet.
+_RAW = {"logprobs": list[msgspec.Raw], "prompt_logprobs": list[msgspec.Raw]}
+_field: Any = msgspec.field
+_RawUpdate: Any = msgspec.defstruct(
+    "_RawUpdate",
+    [
+        (
+            one.name,
+            _RAW.get(one.name, one.type),
+            _field(default=one.default, default_factory=one.default_factory),
+        )
+        for one in msgspec.structs.fields(Update)
+    ],
+    array_like=True,
+)
+
+
+class _RawStep(msgspec.Struct, tag=Step.__name__):
+    updates: list[_RawUpdate]
+    num_steps: int
+    stats: Stats
+
+
+_RAW_STEP = msgspec.msgpack.Decoder(_RawStep)
+_LOGPROBS = msgspec.msgpack.Decoder(TokenLogprobs)
+
+
+def _update(raw: Any) -> Update:
+    fields = msgspec.structs.asdict(raw)
+    return Update(**fields | {name: [_LOGPROBS.decode(one) for one in fields[name]] for name in _RAW})
 
 
 # ---- sockets

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import time
 from types import FrameType
 
@@ -31,12 +32,14 @@ log = logging.getLogger(__name__)
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 SHUTTING_DOWN = "the server is shutting down"
 TICK_S = 0.05  # between two looks at what is still running
+TURN_S = 0.001  # after which a thread at large work must let the event loop go on
 STOP_S = 2  # what the last replies, then the engine's present step, get at the end
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     """Returns after SIGTERM or SIGINT; raises a HexError when the server cannot start."""
     configure_logging(server_config)
+    sys.setswitchinterval(TURN_S)
     listener = bind(server_config.host, server_config.port)
     name = server_config.served_model_name or engine_config.model or DEFAULT_MODEL_NAME
     engine = EngineClient(engine_config, name)
@@ -87,13 +90,15 @@ async def run(engine: EngineClient, config: ServerConfig, listener: socket.socke
     server = Server(engine, config)
     log.info("listening on %s, loading %s", address_of(listener), engine.model_name)
     loading = asyncio.create_task(start(engine, server, config, listener))
+    watching = asyncio.create_task(server.metrics.watch_loop())
     try:
         await server.serve(sockets=[listener])
         if loading.done():
             loading.result()
     finally:
         loading.cancel()
-        await asyncio.wait([loading])
+        watching.cancel()
+        await asyncio.wait([loading, watching])
         await engine.stop(STOP_S)
 
 

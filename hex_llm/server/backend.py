@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from hex_llm.config import ServerConfig
 from hex_llm.engine.generation import Generation
@@ -16,9 +15,10 @@ from hex_llm.engine.outputs import Delta
 from hex_llm.errors import HexError, InvalidRequest, QueueFull, UnknownModel
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.body import shown
+from hex_llm.server.encoding import Whole, reply_of
 from hex_llm.server.schemas import Sampling
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
+from hex_llm.types import CompletionOutput, FinishReason, Logprobs, RequestOutput
 
 T = TypeVar("T")
 
@@ -78,6 +78,20 @@ def raise_failure(choice: CompletionOutput | Delta) -> None:
         raise HexError(choice.error) if at_fault is None else InvalidRequest(choice.error, at_fault)
 
 
+def size_of(*outputs: RequestOutput) -> int:
+    """Tokens and log-probabilities that a reply tells."""
+    return sum(
+        len(output.prompt_token_ids)
+        + num_logprobs(output.prompt_logprobs)
+        + sum(len(one.token_ids) + num_logprobs(one.logprobs) for one in output.outputs)
+        for output in outputs
+    )
+
+
+def num_logprobs(known: Sequence[Logprobs | None] | None) -> int:
+    return len(known) * len(known[-1] or ()) if known else 0
+
+
 async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All of the results; when one job fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
@@ -88,13 +102,13 @@ async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Whole]) -> Response:
     """The work's result as a reply. If the client leaves first, the work is cancelled."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(client_leaves(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         # Nobody reads the 499; nginx gives this case the same number.
-        return JSONResponse(task.result()) if task.done() else Response(status_code=499)
+        return await reply_of(task.result()) if task.done() else Response(status_code=499)
     finally:
         task.cancel()
         gone.cancel()

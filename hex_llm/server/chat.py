@@ -6,19 +6,23 @@ tell reasoning, content and calls of tools apart, in a whole text as in one that
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
 
 from hex_llm.config import ServerConfig
+from hex_llm.engine.beside import LONG_TEXT, read
 from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import Delta
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server import logprobs
-from hex_llm.server.backend import Backend, answer, check_model
+from hex_llm.server.backend import Backend, answer, check_model, size_of
 from hex_llm.server.body import shown
+from hex_llm.server.encoding import Listed, Whole
 from hex_llm.server.replies import Fields, chunks, end_of, given, head_of, whole
 from hex_llm.server.schemas import ChatRequest
 from hex_llm.server.stream import Job, News, Told
@@ -34,7 +38,7 @@ from hex_llm.text.tool_calls import (
     forced_schema,
     parser_name_for,
 )
-from hex_llm.types import CompletionOutput, FinishReason
+from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
 DEFAULTS = ServerConfig()
 # What chat_template_kwargs may not hold: fields of the request say it.
@@ -59,14 +63,18 @@ def check_parsers(config: ServerConfig) -> None:
             raise ConfigError(f"--reasoning_parser={error}") from None
 
 
-async def chat(backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS) -> Fields:
+async def chat(backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS) -> Whole:
     talk = await prepare(backend, request, config)
     output = await answer(backend, talk.prompt_ids, request, talk.params)
     head = head_of(backend, request, "chatcmpl", "chat.completion")
+    return Whole(size_of(output), partial(_reply, talk, head, output))
+
+
+def _reply(talk: Talk, head: Fields, output: RequestOutput) -> Fields:
     reply = whole(head, [output], [talk.choice(one) for one in output.outputs])
-    ids = output.prompt_token_ids if request.return_token_ids else None
+    ids = Listed(output.prompt_token_ids) if talk.request.return_token_ids else None
     extras = {"prompt_logprobs": logprobs.of_prompt(output), "prompt_token_ids": ids}
-    return {**reply, **given(extras | {"metadata": request.metadata})}
+    return {**reply, **given(extras | {"metadata": talk.request.metadata})}
 
 
 async def stream_chat(
@@ -117,7 +125,7 @@ class Talk:
     def choice(self, said: CompletionOutput) -> Fields:
         reader = self.reader()
         found = reader.add(said.text, ended=True)
-        ids = said.token_ids if self.request.return_token_ids else None
+        ids = Listed(said.token_ids) if self.request.return_token_ids else None
         return {
             "message": self._message(found),
             "logprobs": self.logprobs(said),
@@ -137,8 +145,30 @@ class Talk:
         return logprobs.of_chat(self.tokenizer, said, self.params.logprobs or 0, as_ids=as_ids)
 
 
-async def prepare(backend: Backend, request: ChatRequest, config: ServerConfig) -> Talk:
+async def prepare(
+    backend: Backend, request: ChatRequest, config: ServerConfig, *, any_length: bool = False
+) -> Talk:
+    """A prompt that is surely longer than the model takes is refused, unless `any_length` is wanted."""
     check_model(backend, config, request.model)
+    return await read(_num_chars(request), partial(_prepare, backend, request, config, any_length))
+
+
+def _num_chars(request: ChatRequest) -> int:
+    """Of what the template gets, with some for each value; counted until the text is a long one."""
+    size = 0
+    left: list[Any] = [request.documents, request.chat_template, request.chat_template_kwargs]
+    for message in islice(request.messages, LONG_TEXT >> 6):
+        left += [message.text, [call.function.arguments for call in message.tool_calls]]
+    left += [tool.function.parameters for tool in islice(request.tools, LONG_TEXT >> 6)]
+    while left and size < LONG_TEXT:
+        value = left.pop()
+        size += 64 + (len(value) if isinstance(value, str) else 0)
+        if isinstance(value, dict | list | tuple):
+            left += value.values() if isinstance(value, dict) else value
+    return size
+
+
+def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, any_length: bool) -> Talk:
     params, tokenizer = request.params(), backend.tokenizer
     backend.check_room(params.num_choices)
     if tokenizer is None:
@@ -157,7 +187,8 @@ async def prepare(backend: Backend, request: ChatRequest, config: ServerConfig) 
     # An output of a given structure has no room for reasoning.
     reasons = config.reasoning_parser if params.structured_outputs is None else None
     new_reasoning_parser = None if reasons is None else lambda: reasoning_parser(reasons)
-    ids = await asyncio.to_thread(_encode, tokenizer, request, wanted)
+    any_length |= params.truncate_prompt_tokens is not None
+    ids = _encode(tokenizer, request, wanted, None if any_length else backend.max_len)
     return Talk(request, tokenizer, ids, params, new_tool_parser, new_reasoning_parser)
 
 
@@ -205,7 +236,7 @@ def _for_calls(
     return replace(params, structured_outputs=StructuredOutputs(json=json.dumps(schema)))
 
 
-def _encode(tokenizer: Tokenizer, request: ChatRequest, wanted: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, request: ChatRequest, wanted: str, max_len: int | None) -> list[int]:
     kwargs = request.chat_template_kwargs
     for name in RESERVED & kwargs.keys():
         raise InvalidRequest(f"chat_template_kwargs: not {name}", "chat_template_kwargs")
@@ -217,6 +248,7 @@ def _encode(tokenizer: Tokenizer, request: ChatRequest, wanted: str) -> list[int
             [message.plain() for message in request.messages],
             template=request.chat_template,
             add_special_tokens=request.add_special_tokens,
+            max_len=max_len,
             # A model that is to call none is not told of them.
             tools=None if wanted == "none" else [tool.plain() for tool in request.tools],
             documents=request.documents,

@@ -6,7 +6,6 @@ Knows nothing of what routes do. A reply that has begun is only watched: what br
 from __future__ import annotations
 
 import asyncio
-import gc
 import hmac
 import logging
 import re
@@ -39,7 +38,6 @@ HEADERS = {
     429: {"Retry-After": RETRY_AFTER_S},
     503: {"Retry-After": RETRY_AFTER_S},
 }
-BIG_BODY = 64 << 10  # bytes
 # Of a body, counted by its commas: parsing so many holds up everyone for a tenth of a second.
 MAX_VALUES = 500_000
 VALUES_PER_KEY = 10  # which takes as long as so many values
@@ -53,14 +51,6 @@ REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)  # those of clients that
 def head_size(scope: Scope) -> int:
     headers = sum(len(name) + len(value) for name, value in scope["headers"])
     return headers + len(scope["path"]) + len(scope["query_string"])
-
-
-def pause_gc() -> None:
-    """Until this task waits for something: JSON has no cycles, and looking for some while millions of values
-    are parsed takes longer than all the rest."""
-    if gc.isenabled():
-        gc.disable()
-        asyncio.get_running_loop().call_soon(gc.enable)
 
 
 def all_routes(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
@@ -185,8 +175,6 @@ class Gate:
             # Those in texts are counted too: a text with so many would be too long as well.
             num_values += body.count(b",") + body.count(b":") * (VALUES_PER_KEY - 1)
             self.check_values(num_values)
-            if complete and num_bytes > BIG_BODY:
-                pause_gc()
             return message
 
         return counted

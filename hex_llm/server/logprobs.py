@@ -1,13 +1,17 @@
-"""Log-probabilities in the shapes of OpenAI's APIs and of vLLM. JSON has no infinities: they are -9999."""
+"""Log-probabilities in the shapes of OpenAI's APIs and of vLLM. JSON has no infinities: they are -9999.
+
+There may be millions: each is shaped when it is encoded.
+"""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hex_llm.engine.outputs import Delta
 from hex_llm.sampling_params import MAX_INT
+from hex_llm.server.encoding import Listed
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import CompletionOutput, Logprob, Logprobs, RequestOutput
 
@@ -30,12 +34,12 @@ class CompletionLogprobs:
 
     def add(self, ids: Sequence[int], known: Sequence[Logprobs], text: str, *, ended: bool) -> dict[str, Any]:
         """Of `ids`, with what is known of each; `text` is all that the choice has shown so far."""
-        ones = [logprobs.get(i) for i, logprobs in zip(ids, known, strict=True)]
+        ones = (logprobs.get(i) for i, logprobs in zip(ids, known, strict=True))
         return {
-            "tokens": [self._name(i) for i in ids],
-            "token_logprobs": [None if one is None else finite(one.logprob) for one in ones],
-            "top_logprobs": [self._by_name(one) or None for one in known],
-            "text_offset": [min(self._offset(i, text), len(text) if ended else MAX_INT) for i in ids],
+            "tokens": Listed(self._name(i) for i in ids),
+            "token_logprobs": Listed(None if one is None else finite(one.logprob) for one in ones),
+            "top_logprobs": Listed(self._by_name(one) or None for one in known),
+            "text_offset": Listed(min(self._offset(i, text), len(text) if ended else MAX_INT) for i in ids),
         }
 
     def _offset(self, token_id: int, text: str) -> int:
@@ -56,7 +60,7 @@ class CompletionLogprobs:
     def _by_name(self, known: Logprobs) -> dict[str, float]:
         """Of tokens that look alike, the likeliest."""
         found: dict[str, float] = {}
-        for token_id, one in sorted(known.items(), key=lambda item: item[1].rank):
+        for token_id, one in sorted(known.items(), key=_rank):
             name = None if self._as_ids else one.decoded_token
             found.setdefault(name or _id_name(token_id), finite(one.logprob))
         return found
@@ -87,29 +91,36 @@ def of_chat(
 ) -> dict[str, Any] | None:
     if choice.logprobs is None:
         return None
-    content = []
-    for token_id, known in zip(choice.token_ids, choice.logprobs, strict=True):
-        likeliest = sorted(known.items(), key=lambda item: item[1].rank)[:num_top]
+    return {"content": Listed(_entries(tokenizer, choice, num_top, as_ids)), "refusal": None}
+
+
+def _entries(
+    tokenizer: Tokenizer, choice: CompletionOutput | Delta, num_top: int, as_ids: bool
+) -> Iterator[dict[str, Any]]:
+    for token_id, known in zip(choice.token_ids, choice.logprobs or (), strict=True):
+        likeliest = sorted(known.items(), key=_rank)[:num_top]
         top = [_entry(tokenizer, i, one, as_ids) for i, one in likeliest]
-        content.append({**_entry(tokenizer, token_id, known[token_id], as_ids), "top_logprobs": top})
-    return {"content": content, "refusal": None}
+        yield {**_entry(tokenizer, token_id, known[token_id], as_ids), "top_logprobs": top}
 
 
-def of_prompt(request: RequestOutput) -> list[dict[int, dict[str, Any]] | None] | None:
+def _rank(item: tuple[int, Logprob]) -> int:
+    return item[1].rank
+
+
+def of_prompt(request: RequestOutput) -> Listed | None:
     if request.prompt_logprobs is None:
         return None
-    return [
+    return Listed(
         None
         if known is None
         else {i: {**vars(one), "logprob": finite(one.logprob)} for i, one in known.items()}
         for known in request.prompt_logprobs
-    ]
+    )
 
 
 def _entry(tokenizer: Tokenizer, token_id: int, one: Logprob, as_ids: bool) -> dict[str, Any]:
-    data = tokenizer.codec.token_bytes(token_id, False)
     name = _id_name(token_id) if as_ids else one.decoded_token
-    return {"token": name, "logprob": finite(one.logprob), "bytes": list(data)}
+    return {"token": name, "logprob": finite(one.logprob), "bytes": tokenizer.byte_values(token_id)}
 
 
 def _id_name(token_id: int) -> str:

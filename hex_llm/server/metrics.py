@@ -7,6 +7,7 @@ come. Every app has a registry of its own.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
 from collections import deque
@@ -35,6 +36,9 @@ LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 
 PHASE = tuple(m * 10.0**e for e in range(-5, 3) for m in (1, 2, 5))
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+LAG = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2,
+       0.3, 0.5, 1, 2, 5, 10)  # fmt: skip
+LAG_S = 0.01  # between two looks at the event loop
 RECENT_S = 10  # what the rate of tokens is taken over
 
 # The requests that the present HTTP request has made, for its line in the log; tasks inherit it.
@@ -92,6 +96,13 @@ class Metrics(Observer):
             name: phases.labels(model_name, name)
             for name in ("queue", "prefill", "decode", "schedule", "dispatch", "wait", "rest")
         }
+        self._lag = Histogram(
+            "hex_llm:event_loop_lag_seconds",
+            "How much later than due the event loop came to something.",
+            ("model_name",),
+            buckets=LAG,
+            registry=self.registry,
+        ).labels(model_name)
         self._http = Counter(
             "hex_llm:http_requests",
             "HTTP requests.",
@@ -147,6 +158,13 @@ class Metrics(Observer):
 
     def answered(self, method: str, route: str, status: int) -> None:
         self._http.labels(method, route, status).inc()
+
+    async def watch_loop(self) -> None:
+        """Notes how late the event loop is, until it is cancelled."""
+        while True:
+            due = time.monotonic() + LAG_S
+            await asyncio.sleep(LAG_S)
+            self._lag.observe(max(time.monotonic() - due, 0))
 
     # ---- what is told
 

@@ -6,18 +6,23 @@ becomes a reply; the rest is the backend's.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from hex_llm.config import ServerConfig
+from hex_llm.engine.beside import read
+from hex_llm.engine.outputs import Named
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server import logprobs
-from hex_llm.server.backend import Backend, answer, check_model, together, unless_gone
+from hex_llm.server.backend import Backend, answer, check_model, size_of, together, unless_gone
 from hex_llm.server.chat import DEFAULTS, chat, check_parsers, stream_chat
+from hex_llm.server.encoding import Listed, Whole, encode
+from hex_llm.server.large_bodies import BodyRoute
 from hex_llm.server.replies import Fields, chunks, end_of, head_of, whole
 from hex_llm.server.schemas import ChatRequest, CompletionRequest
 from hex_llm.server.stream import Job, News, Told, streamed
@@ -26,12 +31,30 @@ from hex_llm.types import CompletionOutput, Logprobs, RequestOutput
 KIND = ("cmpl", "text_completion")
 
 
-async def complete(backend: Backend, request: CompletionRequest) -> Fields:
+async def complete(backend: Backend, request: CompletionRequest) -> Whole:
     params = request.params()
     prompts = await _prompts(backend, request, params)
     outputs = await together(answer(backend, prompt, request, params) for prompt in prompts)
-    choices = [_choice(backend, request, params, output, one) for output in outputs for one in output.outputs]
-    return whole(head_of(backend, request, *KIND), outputs, choices)
+    head = head_of(backend, request, *KIND)
+    return Whole(size_of(*outputs), partial(_reply, backend, request, params, head, outputs))
+
+
+def _reply(
+    backend: Backend,
+    request: CompletionRequest,
+    params: SamplingParams,
+    head: Fields,
+    outputs: Sequence[RequestOutput],
+) -> Fields:
+    choices = []
+    for output in outputs:
+        of_prompt: Fields = {}
+        if params.prompt_logprobs is not None:  # the same for each choice
+            of_prompt["prompt_logprobs"] = msgspec.Raw(encode(logprobs.of_prompt(output)))
+        if request.return_token_ids:
+            of_prompt["prompt_token_ids"] = Listed(output.prompt_token_ids)
+        choices += [_choice(backend, request, params, output, one) | of_prompt for one in output.outputs]
+    return whole(head, outputs, choices)
 
 
 async def stream_completion(backend: Backend, request: CompletionRequest) -> Told:
@@ -50,10 +73,9 @@ async def _prompts(
     backend.check_room(len(prompts) * params.num_choices)
     if request.add_special_tokens or tokenizer is None:
         return prompts
+    encode_text = partial(tokenizer.encode, add_special_tokens=False)
     return [
-        await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=False)
-        if isinstance(prompt, str)
-        else prompt
+        await read(len(prompt), partial(encode_text, prompt)) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
 
@@ -67,13 +89,9 @@ def _choice(
 ) -> Fields:
     as_ids, skip = request.return_tokens_as_token_ids, params.skip_special_tokens
     known = logprobs.of_completion(backend.tokenizer, output, choice, skip_special=skip, as_ids=as_ids)
-    fields = {"text": choice.text, "logprobs": known, **end_of(choice)}
-    if params.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = logprobs.of_prompt(output)
+    fields: Fields = {"text": choice.text, "logprobs": known, **end_of(choice)}
     if _wants_ids(backend, request):
-        fields["token_ids"] = choice.token_ids
-    if request.return_token_ids:
-        fields["prompt_token_ids"] = output.prompt_token_ids
+        fields["token_ids"] = Listed(choice.token_ids)
     return fields
 
 
@@ -117,7 +135,7 @@ class GrowingText:
         self._begun = True
         return (fields,)
 
-    def _known(self, news: News, text: str, known: list[Logprobs], ended: bool) -> Fields:
+    def _known(self, news: News, text: str, known: Sequence[Logprobs], ended: bool) -> Fields:
         ids = news.delta.token_ids
         if self._begun:
             self._text += text
@@ -126,9 +144,9 @@ class GrowingText:
             if self._params.echo:
                 assert self._params.logprobs is not None
                 collector = news.generation.collector
-                of_prompt = collector.prompt_logprobs(self._params.logprobs)
+                assert isinstance(known, Named)
                 ids = [*collector.request.prompt_ids, *ids]
-                known = [one or {} for one in of_prompt] + known
+                known = collector.prompt_logprobs(self._params.logprobs, {}) + known
         return self._logprobs.add(ids, known, self._text, ended=ended)
 
 
@@ -152,7 +170,7 @@ async def chat_reply(
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     """Raises ConfigError for a parser that is not known."""
     check_parsers(config)
-    router = APIRouter(prefix="/v1")
+    router = APIRouter(prefix="/v1", route_class=BodyRoute)
     started = int(time.time())
 
     @router.post("/completions")

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from hex_llm.engine.generation import Generation
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.backend import Backend
+from hex_llm.server.encoding import encode
 from hex_llm.server.schemas import OpenAIRequest, StreamOptions
-from hex_llm.server.stream import DONE, Job, News, Told, encode, event, refuse_best_of
+from hex_llm.server.stream import DONE, Job, News, Told, event, refuse_best_of
 from hex_llm.types import CompletionOutput, RequestOutput
 
 Fields = dict[str, Any]

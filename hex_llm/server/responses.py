@@ -5,23 +5,27 @@ The chat itself is chat.py's. Nothing is stored: what was answered is not known 
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from hex_llm.config import ServerConfig
+from hex_llm.engine.beside import read, shaped
 from hex_llm.errors import InvalidRequest
-from hex_llm.server.backend import Backend, answer, raise_failure, unless_gone
+from hex_llm.server.backend import Backend, answer, raise_failure, size_of, unless_gone
 from hex_llm.server.chat import Talk, prepare
+from hex_llm.server.encoding import Listed, Whole, encode
+from hex_llm.server.large_bodies import BodyRoute
 from hex_llm.server.problems import problem_of
 from hex_llm.server.replies import Fields
 from hex_llm.server.responses_schemas import ResponsesRequest
-from hex_llm.server.stream import Pieces, encode, streamed
+from hex_llm.server.stream import Pieces, delta_size, streamed
 from hex_llm.types import FinishReason, RequestOutput
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -39,16 +43,22 @@ OUR_NAMES = {
 }
 
 
-async def respond(backend: Backend, request: ResponsesRequest, config: ServerConfig) -> Fields:
+async def respond(backend: Backend, request: ResponsesRequest, config: ServerConfig) -> Whole:
     async with _our_names(request):
         chat = request.chat()
         talk = await prepare(backend, chat, config)
         output = await answer(backend, talk.prompt_ids, chat, talk.params)
     growing = Growing(backend, request, talk)
     said = output.outputs[0]
-    growing.add(said.text, talk.logprobs(said), ended=True)
-    await growing.end(output)
-    return growing.response
+    size = size_of(output)
+    await shaped(size, partial(growing.add, said.text, talk.logprobs(said), ended=True))
+    await growing.count(output)
+
+    def make() -> Fields:
+        growing.end(output)
+        return growing.response
+
+    return Whole(size, make)
 
 
 class ResponseStream:
@@ -71,11 +81,14 @@ class ResponseStream:
                     first = b"" if self._growing else growing.begin()
                     self._growing = growing
                     ended = delta.finish_reason is not None
-                    told = growing.add(delta.text, talk.logprobs(delta), ended=ended)
+                    add = partial(growing.add, delta.text, talk.logprobs(delta), ended=ended)
+                    told = await shaped(delta_size(delta), add)
                     if first or told:
                         yield first + told
                     if ended:
-                        yield await growing.end(generation.output())
+                        output = generation.output()
+                        await growing.count(output)
+                        yield await shaped(size_of(output), partial(growing.end, output))
 
     def broken(self, error: Exception) -> bytes:
         assert self._growing is not None
@@ -105,8 +118,9 @@ class Growing:
         self._item: Fields | None = None  # that is open
         self._call_index = -1
         self._texts: list[str] = []  # of the open item
-        self._logprobs: list[Fields] = []  # of the open item
-        self._new_logprobs: list[Fields] = []  # not told yet
+        # JSON, for it is told several times:
+        self._logprobs: list[msgspec.Raw] = []  # of the open item
+        self._new_logprobs: list[msgspec.Raw] = []  # not told yet
 
     def begin(self) -> bytes:
         return self._event("created", response=self.response) + self._event(
@@ -114,7 +128,8 @@ class Growing:
         )
 
     def add(self, text: str, logprobs: Fields | None, *, ended: bool) -> bytes:
-        self._new_logprobs += (logprobs or {}).get("content", ())
+        if logprobs is not None:
+            self._new_logprobs += [msgspec.Raw(encode(one)) for one in logprobs["content"].items]
         found = self._reader.add(text, ended=ended)
         events: list[bytes] = []
         if "reasoning" in found:
@@ -126,7 +141,8 @@ class Growing:
             events += self._call(call)
         return b"".join(events)
 
-    async def end(self, output: RequestOutput) -> bytes:
+    def end(self, output: RequestOutput) -> bytes:
+        """After `count`."""
         said = output.outputs[0]
         assert said.finish_reason is not None
         status = ENDS.get(said.finish_reason, "cancelled")
@@ -136,7 +152,6 @@ class Growing:
         self.response["status"] = status
         if said.finish_reason is FinishReason.LENGTH:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self.response["usage"] = await self._usage(output)
         last = "completed" if status == "completed" else "incomplete"
         return b"".join([*events, self._event(last, response=self.response)])
 
@@ -152,7 +167,7 @@ class Growing:
         if self._item is None or self._item["type"] != kind:
             yield from self._close("completed")
             yield from self._open(kind)
-        known: Fields = {"logprobs": self._new_logprobs} if kind == "message" else {}
+        known: Fields = {"logprobs": Listed(self._new_logprobs)} if kind == "message" else {}
         yield self._event(f"{PARTS[kind]}.delta", **self._where(), content_index=0, delta=text, **known)
         self._texts.append(text)
         self._logprobs += self._new_logprobs
@@ -202,7 +217,7 @@ class Growing:
     def _part(self) -> Fields:
         assert self._item is not None
         text = {"type": PARTS[self._item["type"]], "text": "".join(self._texts)}
-        more = {"annotations": [], "logprobs": self._logprobs}
+        more = {"annotations": [], "logprobs": Listed(self._logprobs)}
         return text | more if self._item["type"] == "message" else text
 
     def _where(self) -> Fields:
@@ -216,13 +231,15 @@ class Growing:
         self._num_events += 1
         return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
-    async def _usage(self, output: RequestOutput) -> Fields:
+    async def count(self, output: RequestOutput) -> None:
+        """Notes the usage."""
         num_prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
         num_thought = 0
         if reasoning := "".join(self._reasoning):  # counted without its tags
             encode_text = self._talk.tokenizer.encode
-            num_thought = len(await asyncio.to_thread(encode_text, reasoning, add_special_tokens=False))
-        return {
+            count = partial(encode_text, reasoning, add_special_tokens=False)
+            num_thought = len(await read(len(reasoning), count))
+        self.response["usage"] = {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": num_output,
@@ -270,7 +287,7 @@ def new_id(prefix: str) -> str:
 
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
-    router = APIRouter(prefix="/v1/responses")
+    router = APIRouter(prefix="/v1/responses", route_class=BodyRoute)
 
     @router.post("")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:

@@ -18,16 +18,17 @@ import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from hex_llm.engine.beside import shaped
 from hex_llm.engine.generation import Generation
 from hex_llm.engine.outputs import Delta
 from hex_llm.errors import HexError, InvalidRequest
-from hex_llm.sampling_params import SamplingParams
+from hex_llm.sampling_params import MAX_LOGPROBS, SamplingParams
 from hex_llm.server.backend import Backend, client_leaves, raise_failure
+from hex_llm.server.encoding import encode
 from hex_llm.server.problems import problem_of
 
 log = logging.getLogger(__name__)
 
-encode = msgspec.json.Encoder().encode
 Pieces = AsyncGenerator[bytes, None]
 # Sends what the function makes, if that can be done without waiting; otherwise the function is not called.
 SendNow = Callable[[Callable[[], bytes]], bool]
@@ -110,7 +111,7 @@ class Told:
             async with aclosing(news(generations)) as found:
                 async for one in found:
                     raise_failure(one.delta)
-                    if piece := self._say(one):
+                    if piece := await shaped(_size(one), partial(self._say, one)):
                         yield piece
 
     async def _of_one(self, generations: Sequence[Generation]) -> AsyncGenerator[News, None]:
@@ -123,6 +124,18 @@ class Told:
     def _said(self, generation: Generation) -> bytes:
         deltas = generation.collector.deltas()
         return self._say(News(0, generation, deltas[0])) if deltas else b""  # of its one choice
+
+
+def _size(news: News) -> int:
+    """How much there is to say; maybe less."""
+    request = news.generation.collector.request
+    # Beside an echo's log-probabilities stand those of the prompt.
+    num_echoed = len(request.prompt_ids) if request.params.echo and news.delta.logprobs is not None else 0
+    return delta_size(news.delta) + num_echoed
+
+
+def delta_size(delta: Delta) -> int:
+    return len(delta.token_ids) * (1 if delta.logprobs is None else 1 + MAX_LOGPROBS)
 
 
 def refuse_best_of(params: SamplingParams) -> None:

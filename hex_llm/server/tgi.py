@@ -6,30 +6,33 @@ by its name. What a request asks of the engine, tgi_schemas knows.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 
 from hex_llm import __version__
 from hex_llm.config import ServerConfig
+from hex_llm.engine.beside import shaped
 from hex_llm.engine.generation import Generation
+from hex_llm.engine.outputs import Delta
 from hex_llm.errors import HexError, InvalidRequest, QueueFull, TimedOut
 from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
-from hex_llm.server.backend import Backend, raise_failure, unless_gone
+from hex_llm.server.backend import Backend, raise_failure, size_of, unless_gone
 from hex_llm.server.body import parse
+from hex_llm.server.encoding import Listed, Whole
 from hex_llm.server.gate import HEADERS
+from hex_llm.server.large_bodies import BodyRoute, checked
 from hex_llm.server.logprobs import finite
 from hex_llm.server.openai import chat_reply, completion_reply
 from hex_llm.server.problems import invalid_body
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, CompletionRequest
-from hex_llm.server.stream import Pieces, event, streamed
+from hex_llm.server.stream import Pieces, delta_size, event, streamed
 from hex_llm.server.tgi_schemas import MAX_NEW_TOKENS, MAX_SEED, MAX_STOPS, GenerateRequest, in_their_words
 from hex_llm.text.detokenize import Detokenizer
 from hex_llm.text.tokenizer import Tokenizer
@@ -75,7 +78,7 @@ async def in_their_shape(work: Awaitable[Response]) -> Response:
     return JSONResponse(body, status, HEADERS.get(status))
 
 
-class TgiRoute(APIRoute):
+class TgiRoute(BodyRoute):
     """A route that tells its errors as TGI does."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -118,7 +121,7 @@ def _check_end(output: RequestOutput) -> None:
 
 
 class Reply(NamedTuple):
-    body: Json
+    body: Whole
     headers: dict[str, str]
 
 
@@ -131,18 +134,26 @@ async def generate(
     async with _started(backend, request, params) as (generation, tokenizer):
         queued = time.monotonic()
         await generation.until_end()
-    output = await asyncio.to_thread(generation.output)
+    output = generation.output()
     _check_end(output)
-    best, *others = _best_first(output.outputs)
+    choices = _best_first(output.outputs)
+    describe = _Describer(tokenizer, request, params, output)
+    body = Whole(size_of(output), partial(_body, describe, request, choices, full))
+    return Reply(body, _headers(request, output, choices[0], begun, queued))
+
+
+def _body(
+    describe: _Describer, request: GenerateRequest, choices: list[CompletionOutput], full: bool
+) -> Json:
+    best, *others = choices
     body: Json = {"generated_text": _text(request, best, full)}
     if request.parameters.details or request.parameters.decoder_input_details:
-        describe = _Describer(tokenizer, request, params, output)
         body["details"] = describe.choice(best)
         if others:
             body["details"]["best_of_sequences"] = [
                 {"generated_text": _text(request, one, full), **describe.choice(one)} for one in others
             ]
-    return Reply(body, _headers(request, output, best, begun, queued))
+    return body
 
 
 def _best_first(choices: list[CompletionOutput]) -> list[CompletionOutput]:
@@ -220,14 +231,19 @@ class _Describer:
 
     def choice(self, choice: CompletionOutput) -> Json:
         assert choice.logprobs is not None
-        told: Json = {**self.end(choice), "prefill": list(self.prefill()), "tokens": []}
-        text_of, last = self.texts(), len(choice.token_ids) - 1
-        for i, token_id in enumerate(choice.token_ids):
-            logprob = choice.logprobs[i][token_id].logprob
-            told["tokens"].append(self.token(token_id, text_of(token_id, i == last), logprob))
+        told: Json = {
+            **self.end(choice),
+            "prefill": Listed(self.prefill()),
+            "tokens": Listed(self.tokens(choice.token_ids, choice.logprobs)),
+        }
         if self.num_top:
-            told["top_tokens"] = [self.likeliest(known) for known in choice.logprobs]
+            told["top_tokens"] = Listed(map(self.likeliest, choice.logprobs))
         return told
+
+    def tokens(self, token_ids: list[int], logprobs: list[Logprobs]) -> Iterator[Json]:
+        text_of, last = self.texts(), len(token_ids) - 1
+        for i, (token_id, known) in enumerate(zip(token_ids, logprobs, strict=True)):
+            yield self.token(token_id, text_of(token_id, i == last), known[token_id].logprob)
 
     def end(self, choice: CompletionOutput) -> Json:
         assert self.params.seed is not None
@@ -255,17 +271,30 @@ async def events(backend: Backend, request: GenerateRequest, *, full: bool = Fal
         describe = _Describer(tokenizer, request, params, generation.output())
         text_of, index = describe.texts(), 0
         async for delta in generation:
-            assert delta.logprobs is not None
-            end, last = NOT_ENDED, -1
+            end = NOT_ENDED
             if delta.finish_reason is not None:
-                end, last = _end(describe, request, generation.output(), full), len(delta.token_ids) - 1
-            for i, (token_id, known) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
-                index += 1
-                token = describe.token(token_id, text_of(token_id, i == last), known[token_id].logprob)
-                top = {"top_tokens": describe.likeliest(known)} if describe.num_top else {}
-                yield event({"index": index, "token": token, **top, **(end if i == last else NOT_ENDED)})
-            if end is not NOT_ENDED and last < 0:  # ended without a token, but an event must bear one
-                yield event({"index": index + 1, "token": NO_TOKEN, **end})
+                end = _end(describe, request, generation.output(), full)
+            told = partial(_told, describe, text_of, delta, index, end)
+            if piece := await shaped(delta_size(delta), told):
+                yield piece
+            index += len(delta.token_ids)
+
+
+def _told(
+    describe: _Describer, text_of: Callable[[int, bool], str], delta: Delta, index: int, end: Json
+) -> bytes:
+    """The events of tokens, of which `index` came before."""
+    assert delta.logprobs is not None
+    last = -1 if end is NOT_ENDED else len(delta.token_ids) - 1
+    events = []
+    for i, (token_id, known) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
+        token = describe.token(token_id, text_of(token_id, i == last), known[token_id].logprob)
+        top = {"top_tokens": describe.likeliest(known)} if describe.num_top else {}
+        ended = end if i == last else NOT_ENDED
+        events.append(event({"index": index + i + 1, "token": token, **top, **ended}))
+    if end is not NOT_ENDED and last < 0:  # ended without a token, but an event must bear one
+        events.append(event({"index": index + 1, "token": NO_TOKEN, **end}))
+    return b"".join(events)
 
 
 NOT_ENDED: Json = {"generated_text": None, "details": None}
@@ -295,10 +324,11 @@ async def whole_reply(
 ) -> Response:
     headers: dict[str, str] = {}
 
-    async def work() -> Any:
+    async def work() -> Whole:
         answer = await generate(backend, body, full=full)
         headers.update(answer.headers)
-        return [answer.body] if as_list else answer.body
+        size, make = answer.body
+        return Whole(size, lambda: [make()] if as_list else make())
 
     reply = await unless_gone(request, work())
     reply.headers.update(headers)
@@ -354,9 +384,11 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     @router.post("/invocations")
     async def sagemaker(body: Json, request: Request) -> Response:
         if "messages" in body:
-            return await chat_reply(backend, request, parse(ChatRequest, body), config)
+            chat = await checked(request, partial(parse, ChatRequest, body))
+            return await chat_reply(backend, request, chat, config)
         if "prompt" in body:
-            return await completion_reply(backend, request, parse(CompletionRequest, body), config)
+            completion = await checked(request, partial(parse, CompletionRequest, body))
+            return await completion_reply(backend, request, completion, config)
         return await compatible(parse(GenerateRequest, body), request)
 
     return router

@@ -1,26 +1,29 @@
 """The small routes about text and tokens: vLLM's /tokenize, /detokenize, /tokenizer_info and /version, TGI's
 /tokenize (a body with `inputs`) and /chat_tokenize.
 
-Nothing is generated here. Tokenizing happens in threads: a long text must not hold up the event loop.
+Nothing is generated here. Texts may be longer than the model takes: all that takes time is done in
+threads.
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request, Response
 
 from hex_llm import __version__
 from hex_llm.config import ServerConfig
+from hex_llm.engine.beside import read, shaped
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import MAX_INT
 from hex_llm.server.backend import Backend
 from hex_llm.server.body import Body, TokenIds, parse
 from hex_llm.server.chat import prepare
+from hex_llm.server.encoding import Encoded, Listed, Whole, encode, reply_of
+from hex_llm.server.large_bodies import BodyRoute, checked
 from hex_llm.server.schemas import ChatRequest
-from hex_llm.server.stream import encode
 from hex_llm.server.tgi import TgiRoute, in_their_shape
 from hex_llm.server.tgi_schemas import TokenizeRequest
 from hex_llm.text.tokenizer import Fast, Tokenizer
@@ -55,22 +58,19 @@ def _tokenizer(backend: Backend) -> Tokenizer:
 # ---- vLLM's
 
 
-async def tokenize(backend: Backend, config: ServerConfig, body: Json) -> Json:
+async def tokenize(backend: Backend, config: ServerConfig, request: Request, body: Json) -> Whole:
     tokenizer = _tokenizer(backend)
     wanted: ChatToTokenize | PromptToTokenize
     if "messages" in body:
-        wanted = parse(ChatToTokenize, body)
-        ids = (await prepare(backend, wanted, config)).prompt_ids
+        wanted = await checked(request, partial(parse, ChatToTokenize, body))
+        ids = (await prepare(backend, wanted, config, any_length=True)).prompt_ids
     else:
         wanted = parse(PromptToTokenize, body)
-        special = wanted.add_special_tokens
-        ids = await asyncio.to_thread(tokenizer.encode, wanted.prompt, add_special_tokens=special)
-    names = await asyncio.to_thread(_names, tokenizer, ids) if wanted.return_token_strs else None
-    return {"count": len(ids), "max_model_len": backend.max_len, "tokens": ids, "token_strs": names}
-
-
-def _names(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    return [tokenizer.shown(i) for i in ids]
+        encode_text = partial(tokenizer.encode, add_special_tokens=wanted.add_special_tokens)
+        ids = await read(len(wanted.prompt), partial(encode_text, wanted.prompt))
+    names = Listed(map(tokenizer.shown, ids)) if wanted.return_token_strs else None
+    counts = {"count": len(ids), "max_model_len": backend.max_len}
+    return Whole(len(ids), lambda: {**counts, "tokens": Listed(ids), "token_strs": names})
 
 
 def tokenizer_info(backend: Backend) -> Json:
@@ -88,59 +88,53 @@ def tokenizer_info(backend: Backend) -> Json:
 # ---- TGI's
 
 
-def simple_tokens(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[Json]:
+def simple_tokens(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> Iterator[Json]:
     """Each token with its place in the text; 0 to 0 where the tokenizer does not tell it, as in TGI."""
-    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)  # refuses what is no text
+    tokenizer.check(text)
     if isinstance(tokenizer.codec, Fast):
-        places = tokenizer.codec.tokenizer.encode(text, add_special_tokens=add_special_tokens).offsets
-        pairs = zip(ids, places, strict=True)
-        return [{"id": i, "text": text[a:b], "start": a, "stop": b} for i, (a, b) in pairs]
-    return [{"id": i, "text": tokenizer.shown(i), "start": 0, "stop": 0} for i in ids]
-
-
-def as_list(tokens: list[Json]) -> bytes:
-    """As JSON, token by token: nothing else runs while one value is encoded, and all are a large one."""
-    return b"[%b]" % b",".join(encode(token) for token in tokens)
+        for i, a, b in tokenizer.codec.encode_with_places(text, add_special_tokens):
+            yield {"id": i, "text": text[a:b], "start": a, "stop": b}
+    else:
+        for i in tokenizer.encode(text, add_special_tokens=add_special_tokens):
+            yield {"id": i, "text": tokenizer.shown(i), "start": 0, "stop": 0}
 
 
 def tokens_reply(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> Response:
-    tokens = as_list(simple_tokens(tokenizer, text, add_special_tokens=add_special_tokens))
-    return Response(tokens, media_type="application/json")
+    return Encoded(encode(Listed(simple_tokens(tokenizer, text, add_special_tokens=add_special_tokens))))
 
 
 def chat_tokens_reply(tokenizer: Tokenizer, prompt_ids: list[int]) -> Response:
     text = tokenizer.decode(prompt_ids, skip_special_tokens=False)
-    tokens = as_list(simple_tokens(tokenizer, text, add_special_tokens=False))
-    content = b'{"tokenize_response":%b,"templated_text":%b}' % (tokens, encode(text))
-    return Response(content, media_type="application/json")
+    tokens = Listed(simple_tokens(tokenizer, text, add_special_tokens=False))
+    return Encoded(encode({"tokenize_response": tokens, "templated_text": text}))
 
 
 # ---- routes
 
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/tokenize")
-    async def tokenize_route(body: Json) -> Response:
+    async def tokenize_route(body: Json, request: Request) -> Response:
         if "inputs" in body:
             return await in_their_shape(as_tgi(body))
-        return JSONResponse(await tokenize(backend, config, body))
+        return await reply_of(await tokenize(backend, config, request, body))
 
     async def as_tgi(body: Json) -> Response:
         wanted = parse(TokenizeRequest, body)
-        special = wanted.add_special_tokens
-        return await asyncio.to_thread(
-            tokens_reply, _tokenizer(backend), wanted.inputs, add_special_tokens=special
-        )
+        tokenizer, special = _tokenizer(backend), wanted.add_special_tokens
+        make = partial(tokens_reply, tokenizer, wanted.inputs, add_special_tokens=special)
+        return await read(len(wanted.inputs), make)
 
     @router.post("/detokenize")
-    async def detokenize(body: ToDetokenize) -> Json:
+    async def detokenize(body: ToDetokenize) -> Response:
         ids = body.tokens
         if ids and not 0 <= min(ids) <= max(ids) <= MAX_INT:
             raise InvalidRequest(f"tokens: must be whole numbers from 0 to {MAX_INT}", "tokens")
-        text = await asyncio.to_thread(_tokenizer(backend).decode, ids, skip_special_tokens=False)
-        return {"prompt": text}
+        tokenizer = _tokenizer(backend)
+        decode = partial(tokenizer.decode, ids, skip_special_tokens=False)
+        return Encoded(await shaped(len(ids), lambda: encode({"prompt": decode()})))
 
     @router.get("/version")
     async def version() -> Json:
@@ -151,8 +145,9 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
         return tokenizer_info(backend)
 
     async def chat_tokenize(body: ChatRequest) -> Response:
-        talk = await prepare(backend, body, config)
-        return await asyncio.to_thread(chat_tokens_reply, talk.tokenizer, talk.prompt_ids)
+        talk = await prepare(backend, body, config, any_length=True)
+        ids = talk.prompt_ids
+        return await read(len(ids), partial(chat_tokens_reply, talk.tokenizer, ids))
 
     router.add_api_route("/chat_tokenize", chat_tokenize, methods=["POST"], route_class_override=TgiRoute)
     return router

@@ -11,20 +11,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from hex_llm.config import ServerConfig
+from hex_llm.engine.beside import shaped
 from hex_llm.engine.outputs import Delta
 from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.server import logprobs, tgi, tgi_schemas
-from hex_llm.server.backend import Backend, answer, together, unless_gone
+from hex_llm.server.backend import Backend, answer, size_of, together, unless_gone
 from hex_llm.server.body import Kind, not_built, parse, shown
 from hex_llm.server.chat import chat, stream_chat
+from hex_llm.server.encoding import Whole, encode
+from hex_llm.server.large_bodies import BodyRoute, checked
 from hex_llm.server.problems import problem_of
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest
-from hex_llm.server.stream import Job, News, Told, encode, refuse_best_of, streamed
+from hex_llm.server.stream import Job, News, Told, refuse_best_of, streamed
 from hex_llm.types import CompletionOutput, RequestOutput
 
 MARK = "@requestFormat"  # its one value makes an instance a chat completion
@@ -104,19 +108,29 @@ def parse_all(kind: type[Kind], instances: Sequence[dict[str, Any]]) -> list[Kin
 
 async def chats(
     backend: Backend, config: ServerConfig, requests: Sequence[ChatRequest], *, wrapped: bool
-) -> dict[str, Any]:
+) -> Whole:
     """`wrapped`: they came as instances, so predictions are expected."""
     backend.check_room(sum(request.params().num_choices for request in requests))
     replies = await together(chat(backend, request, config) for request in requests)
-    # One chat is answered by an object, not by a list of one: so do Google's clients read it.
-    reply = replies[0] if len(replies) == 1 else replies
-    return {"predictions": reply} if wrapped else replies[0]
+
+    def make() -> Any:
+        made = [reply.make() for reply in replies]
+        # One chat is answered by an object, not by a list of one: so do Google's clients read it.
+        return {"predictions": made[0] if len(made) == 1 else made} if wrapped else made[0]
+
+    return Whole(sum(reply.size for reply in replies), make)
 
 
-async def generate(backend: Backend, requests: Sequence[GenerateRequest], *, raw: bool) -> dict[str, Any]:
+async def generate(backend: Backend, requests: Sequence[GenerateRequest], *, raw: bool) -> Whole:
     params = [request.params() for request in requests]  # all are checked before the first one starts
     backend.check_room(sum(one.num_choices for one in params))
     outputs = await together(answer(backend, r.prompt, r, p) for r, p in zip(requests, params, strict=True))
+    return Whole(size_of(*outputs), partial(_reply, backend, requests, outputs, raw))
+
+
+def _reply(
+    backend: Backend, requests: Sequence[GenerateRequest], outputs: Sequence[RequestOutput], raw: bool
+) -> dict[str, Any]:
     each = [
         (request, output, choice)
         for request, output in zip(requests, outputs, strict=True)
@@ -181,19 +195,20 @@ def tgi_text(
 
 
 async def _generated_text(backend: Backend, request: tgi_schemas.GenerateRequest) -> str:
-    text: str = (await tgi.generate(backend, request, max_tokens=None)).body["generated_text"]
+    reply = await tgi.generate(backend, request, max_tokens=None)
+    text: str = (await shaped(*reply.body))["generated_text"]
     return text
 
 
 async def _chat_text(backend: Backend, config: ServerConfig, request: ChatRequest) -> str:
-    message = (await chat(backend, request, config))["choices"][0]["message"]
+    message = (await shaped(*await chat(backend, request, config)))["choices"][0]["message"]
     text: str | None = message["content"]
     return json.dumps(message["tool_calls"]) if text is None else text
 
 
 async def predict_as_tgi(
     backend: Backend, config: ServerConfig, instances: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+) -> Whole:
     several = len(instances) > 1
     jobs: list[Coroutine[Any, Any, str]] = []
     num_sequences = 0
@@ -207,7 +222,8 @@ async def predict_as_tgi(
         for job in jobs:
             job.close()
         raise
-    return {"predictions": await together(jobs)}
+    texts = await together(jobs)
+    return Whole(0, lambda: {"predictions": texts})
 
 
 # ---- streams
@@ -266,13 +282,13 @@ async def respond(backend: Backend, config: ServerConfig, request: Request, body
         return await unless_gone(request, predict_as_tgi(backend, config, instances))
     is_stream = wants_stream(instances)
     if is_chat(instances):
-        talks = parse_all(ChatRequest, instances)
+        talks = await checked(request, partial(parse_all, ChatRequest, instances))
         if is_stream:
             return await streamed(request, await stream_chat(backend, talks[0], config, usage_at_end=True))
         return await unless_gone(request, chats(backend, config, talks, wrapped=wrapped))
     for instance in instances:
         instance.pop("stream", None)
-    requests = parse_all(GenerateRequest, instances)
+    requests = await checked(request, partial(parse_all, GenerateRequest, instances))
     if is_stream:
         pieces_of_it = pieces(backend, requests[0])
         return await streamed(request, pieces_of_it, broken=broken_piece, media_type="text/plain")
@@ -285,7 +301,7 @@ def broken_piece(error: Exception) -> bytes:
 
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     async def vertex_predict(body: dict[str, Any], request: Request) -> Response:
         return await respond(backend, config, request, body)

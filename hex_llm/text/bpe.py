@@ -6,7 +6,9 @@ Not known here: the files that these come from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -102,3 +104,47 @@ def surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
     around = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
     single = [token for token in (bos, "$A", eos) if token is not None]
     tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=around)
+
+
+# ---- how much text a token can stand for
+
+_NFC_SHRINKS = 3  # at most: three letters of Hangul become a syllable of the size of one
+_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))  # the bytes that occur in it
+_KEEPING = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Sequence"}  # steps that leave nothing out
+
+
+def longest_token(tokenizer: Tokenizer, byte_of: Mapping[str, int]) -> tuple[int, bytes] | None:
+    """Bytes of text that a token stands for at most, and the bytes that no token stands for, which are left
+    out; None: where this is not certain. `byte_of`: a byte-level vocabulary's characters."""
+    vocab, added = tokenizer.get_vocab(with_added_tokens=False), tokenizer.get_added_tokens_decoder()
+    if not isinstance(tokenizer.model, models.BPE) or any(one.lstrip or one.rstrip for one in added.values()):
+        return None
+    parts = [part for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part is not None]
+    steps = [step for part in parts for step in _steps(json.loads(part.__getstate__()))]
+    kinds = {step["type"] for step in steps}
+    if not all(map(_keeps, steps)):
+        return None
+    lost = b""
+    if "ByteLevel" in kinds:
+        longest = max(map(len, vocab))
+        lost = bytes(byte for char, byte in byte_of.items() if char not in vocab)
+    elif all(f"<0x{byte:02X}>" in vocab for byte in _UTF8):
+        longest = max(len(token.encode()) for token in vocab)
+    else:
+        return None
+    longest = max([longest, *(len(one.content.encode()) for one in added.values())])
+    return longest * (_NFC_SHRINKS if "NFC" in kinds else 1), lost
+
+
+def _steps(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield part
+    for one in part.get("normalizers") or part.get("pretokenizers") or ():
+        yield from _steps(one)
+
+
+def _keeps(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Split":
+        return step.get("behavior") != "Removed"
+    if step["type"] == "Replace":
+        return step.get("pattern") == {"String": " "} and step.get("content") == _SPACE
+    return step["type"] in _KEEPING

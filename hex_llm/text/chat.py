@@ -72,17 +72,21 @@ def encode_chat(
     *,
     template: str | None = None,
     add_special_tokens: bool = False,
+    max_len: int | None = None,
     **options: Any,
 ) -> tuple[str, list[int]]:
     """The prompt as text and as ids, by the tokenizer's own template if no other is given.
 
-    Templates usually write the special tokens. `options` are as for `render_chat`.
+    Templates usually write the special tokens. A prompt that has surely so many tokens as `max_len` is
+    refused. `options` are as for `render_chat`.
     """
     template = template or tokenizer.chat_template
     special_tokens = tokenizer.special_tokens
     text = render_chat(
         template, _by_known_roles(template, messages), special_tokens=special_tokens, **options
     )
+    if max_len is not None:
+        tokenizer.refuse_longer(text, max_len)
     return text, tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 

@@ -34,6 +34,8 @@ class Detokenizer:
         self._codec = tokenizer.codec
         self._params = params
         self._stops = [_Stop(text) for text in params.stop]
+        self._begins = frozenset(text[0] for text in params.stop)
+        self._none_begun = True  # of the stop strings
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.decode(b"".join(self._bytes(i) for i in prompt_ids[-_MAX_PENDING:]))
         self._prefix = "" if any(self._bytes(i) for i in prompt_ids) else self._codec.prefix
@@ -75,6 +77,8 @@ class Detokenizer:
         if not text:
             return ""
         text = self._unprefixed(text)
+        if self._none_begun and self._begins.isdisjoint(text):
+            return text
         matches = [(end, -len(stop.text), stop.text) for stop in self._stops for end in stop.feed(text)]
         num_held, known = len(self._held), self._held + text
         if matches and self.num_tokens > self._params.min_tokens:
@@ -85,11 +89,13 @@ class Detokenizer:
         else:
             released = len(known) - max(stop.num_matched for stop in self._stops)
         self._held = "" if self.stopped_by is not None else known[released:]
+        self._none_begun = not any(stop.num_matched for stop in self._stops)
         return known[:released]
 
 
 class _Stop:
-    """A stop string, looked for as the text comes (Knuth, Morris, Pratt): in time linear in that text.
+    """A stop string, looked for as the text comes (Knuth, Morris, Pratt): in time linear in that text, and
+    nearly constant for each character of it.
 
     What would take time linear in the stop string, which may be long, is done only as far as it is met.
     """
@@ -98,6 +104,7 @@ class _Stop:
         self.text = text
         self.num_matched = 0  # the longest beginning of `text`, not all of it, that ends what came so far
         self._borders = [0]  # of the beginnings of `text`: the longest shorter one that ends them
+        self._others = [0]  # the longest of those that go on with another character, or nothing
 
     def feed(self, text: str) -> list[int]:
         """Where in `text` the stop string ends, every time; it may have begun before."""
@@ -111,14 +118,20 @@ class _Stop:
             self.num_matched = self._longer(self.num_matched, text[position])
             position += 1
             if self.num_matched == len(self._borders) + 1:
-                self._borders.append(self._longer(self._borders[-1], self.text[self.num_matched - 1]))
+                self._add_border(self._longer(self._borders[-1], self.text[self.num_matched - 1]))
             if self.num_matched == len(self.text):
                 ends.append(position)
                 self.num_matched = self._borders[-1]
         return ends
 
+    def _add_border(self, border: int) -> None:
+        self._borders.append(border)
+        num = len(self._borders)
+        same = border and num < len(self.text) and self.text[border] == self.text[num]
+        self._others.append(self._others[border - 1] if same else border)
+
     def _longer(self, num_matched: int, char: str) -> int:
         """The longest beginning of `text` that still matches when `char` follows."""
         while num_matched and self.text[num_matched] != char:
-            num_matched = self._borders[num_matched - 1]
+            num_matched = self._others[num_matched - 1]
         return num_matched + (self.text[num_matched] == char)

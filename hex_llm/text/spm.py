@@ -76,6 +76,8 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 class Slow:
     """The package knows nothing of the tokens added to its model: these are cut out of the text first."""
 
+    longest = None  # its normalizer may leave out any number of spaces
+
     def __init__(
         self, model: SentencePieceModel, added: Mapping[int, AddedToken], bos: str | None, eos: str | None
     ):

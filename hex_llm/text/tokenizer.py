@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from hex_llm.text import bpe
 from hex_llm.text.spm import SentencePieceModel, Slow, parse_model
 
 _MAX_BYTES = 200 << 20
+_MAX_UTF8 = 4  # bytes of a character
 Settings = dict[str, Any]  # tokenizer_config.json
 
 
@@ -31,6 +32,11 @@ class Codec(Protocol):
     def vocab_size(self) -> int: ...
     def token_id(self, token: str) -> int | None: ...
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    @property
+    def longest(self) -> tuple[int, bytes] | None:
+        """Bytes of text that a token stands for at most, and bytes that no token stands for, which are left
+        out; None: a token may stand for any number."""
 
     @property
     def prefix(self) -> str:
@@ -63,9 +69,29 @@ class Tokenizer:
     chat_template: str | None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.check(text)
+        return self.codec.encode(text, add_special_tokens)
+
+    def check(self, text: str) -> None:
         if not is_unicode(text):
             raise InvalidRequest("the text holds half of a surrogate pair, which is no character")
-        return self.codec.encode(text, add_special_tokens)
+
+    def refuse_longer(self, text: str, max_len: int) -> None:
+        """Raises InvalidRequest for a text that has so many tokens at least, as far as its size tells: to cut
+        it into tokens would take much longer."""
+        if self.codec.longest is None:
+            return
+        longest, lost = self.codec.longest
+        enough = 2 * max_len * longest  # no need to look at more
+        if len(text) * _MAX_UTF8 < max_len * longest:
+            return
+        num_bytes = len(text[:enough].encode("utf-8", "surrogatepass").translate(None, lost))
+        if num_bytes >= max_len * longest:
+            raise InvalidRequest(
+                f"the prompt has at least {num_bytes // longest} tokens; prompt and output together may have "
+                f"{max_len}",
+                "prompt",
+            )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids that the vocabulary does not have (a model's output may be wider) give no text."""
@@ -74,7 +100,23 @@ class Tokenizer:
 
     def shown(self, token_id: int) -> str:
         """One token for people's eyes, special or not, with U+FFFD for a part of a character."""
-        return self.codec.token_bytes(token_id, False).decode("utf-8", "replace")
+        if token_id not in self._shown:
+            self._shown[token_id] = self.codec.token_bytes(token_id, False).decode("utf-8", "replace")
+        return self._shown[token_id]
+
+    def byte_values(self, token_id: int) -> list[int]:
+        """Of one token, special or not; not to be changed."""
+        if token_id not in self._byte_values:
+            self._byte_values[token_id] = list(self.codec.token_bytes(token_id, False))
+        return self._byte_values[token_id]
+
+    @cached_property
+    def _shown(self) -> dict[int, str]:
+        return {}
+
+    @cached_property
+    def _byte_values(self) -> dict[int, list[int]]:
+        return {}
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -97,6 +139,9 @@ class Tokenizer:
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # SentencePiece's
 _BEGUN = "a"  # stands for the text before a token
+_LONG = (
+    1024  # characters; no other thread runs while `tokenizers` encodes one text, but while it does a batch
+)
 
 
 def _byte_characters() -> dict[str, int]:
@@ -125,12 +170,21 @@ class Fast:
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}
         self.prefix = self._running("▁a").removesuffix(self._join(["▁a"]))
+        self.longest = bpe.longest_token(tokenizer, _BYTES)
 
     def token_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_with_places(self, text: str, add_special_tokens: bool) -> Iterator[tuple[int, int, int]]:
+        """Each token, and from where to where it stands in the text."""
+        found = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        for i, token_id in enumerate(found.ids):
+            yield token_id, *(found.token_to_chars(i) or (0, 0))
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
         if skip_special_tokens and token_id in self._special:

@@ -24,6 +24,7 @@ from tests.server.fakes import (
     FIRST_BYTE,
     HANGS,
     LIMITS,
+    ByteCodec,
     byte_tokenizer,
     fake_worker,
 )
@@ -44,6 +45,35 @@ def test_texts_and_ids_are_completed() -> None:
         assert text.num_cached_tokens == 5
         assert ids.outputs[0].token_ids == [9, 8]
         assert ids.request_id != text.request_id
+
+    with_client(test)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens() -> None:
+    async def test(client: EngineClient) -> None:
+        codec = ByteCodec()
+        client.tokenizer = byte_tokenizer(codec=codec)
+        with pytest.raises(InvalidRequest, match=r"at least \d+ tokens; .* may have 4096") as caught:
+            await client.complete("a" * 5_000_000, SHORT)
+        assert caught.value.param == "prompt"
+        assert not codec.threads
+        kept = SamplingParams(max_tokens=1, truncate_prompt_tokens=3)
+        assert len((await client.complete("a" * 100_000, kept)).prompt_token_ids) == 3
+
+    with_client(test)
+
+
+def test_large_reports_are_taken_in_like_small_ones() -> None:
+    async def test(client: EngineClient) -> None:
+        params = SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=20)
+        prompt = [50 + i % 200 for i in range(4000)]  # of which the first report tells a megabyte
+        large, small = await asyncio.gather(client.complete(prompt, params), client.complete([5, 6], LONG))
+        assert large.prompt_logprobs is not None
+        told = zip(prompt[1:], large.prompt_logprobs[1:], strict=True)
+        assert [known[i].logprob for i, known in told if known] == [-i / 1000 for i in prompt[1:]]
+        assert large.outputs[0].token_ids == prompt[:-6:-1]
+        assert [len(known) for known in large.outputs[0].logprobs or ()] == [3] * 5
+        assert len(small.outputs[0].token_ids) == 4000
 
     with_client(test)
 

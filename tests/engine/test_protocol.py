@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import pickle
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from hex_llm.config import EngineConfig
+from hex_llm.engine.beside import decoded
 from hex_llm.engine.protocol import (
     Abort,
     Add,
@@ -31,6 +33,7 @@ from hex_llm.engine.stats import Stats
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.types import FinishReason, Request, TokenLogprobs, Update
 from tests.server.fakes import LIMITS
+from tests.server.lag import watched
 
 PARAMS = SamplingParams(
     n=2,
@@ -162,3 +165,26 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
         ):
             assert reader.decode(one) is None
     assert not canary.exists()
+
+
+def test_a_large_step_is_decoded_as_a_small_one() -> None:
+    known = TokenLogprobs(-0.5, 3, [1, 2], [-0.25, -math.inf])
+    updates = [
+        Update("a", 1, [5], [known], [known] * 3, 7, FinishReason.STOP, 5),
+        Update("b", error="no", param="seed"),
+    ]
+    for message in Step(updates, 9, Stats(num_running=2)), Progress("half"), Failed("kind", "why"):
+        frame, reader = encode(message), Reader[Report](Report)
+        assert reader.decode_large(frame) == reader.decode(frame) == message
+    assert reader.decode_large(b"no frame") is None
+    assert reader.num_malformed == 1
+
+
+def test_the_loop_goes_on_while_a_large_step_is_decoded() -> None:
+    known = TokenLogprobs(-0.5, 3, list(range(20)), [-0.25] * 20)
+    frame = encode(Step([Update("a", prompt_logprobs=[known] * 100_000)], 1))
+    reader = Reader[Report](Report)
+    step, pause, took = asyncio.run(watched(decoded(lambda: reader.decode_large(frame))))
+    assert isinstance(step, Step)
+    assert len(step.updates[0].prompt_logprobs) == 100_000
+    assert pause < took / 2

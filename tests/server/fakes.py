@@ -35,6 +35,7 @@ class ByteCodec:
 
     vocab_size = 256 + FIRST_BYTE
     prefix = ""
+    longest = (1, b"")
 
     def __init__(self) -> None:
         self.threads: set[int] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -49,6 +50,22 @@ def told(metrics: Metrics) -> dict[str, float]:
 def test_the_names_are_those_of_vllm() -> None:
     names = told(Metrics("fake"))
     assert {f"vllm:{name}" for name in VLLM} <= set(names)
+
+
+def test_how_late_the_event_loop_is() -> None:
+    metrics = Metrics("fake")
+
+    async def run() -> None:
+        watching = asyncio.create_task(metrics.watch_loop())
+        await asyncio.sleep(0.05)
+        time.sleep(0.3)  # what must not happen
+        await asyncio.sleep(0.05)
+        watching.cancel()
+
+    asyncio.run(run())
+    known = told(metrics)
+    assert known["hex_llm:event_loop_lag_seconds_sum"] > 0.2
+    assert known["hex_llm:event_loop_lag_seconds_count"] > 2
 
 
 def test_what_the_engine_tells() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +20,7 @@ from hex_llm.text.detokenize import Detokenizer
 from hex_llm.text.tokenizer import Tokenizer, load_tokenizer
 from hex_llm.weights.gguf import gguf_tokenizer, open_gguf
 from hex_llm.weights.source import fetch
+from tests.server.fakes import FIRST_BYTE, byte_tokenizer
 from tests.text.corpus import TEXTS
 from tests.text.test_tokenizer import gemma, gemma_model_file, llama2, llama2_model_file, qwen2
 
@@ -265,6 +267,18 @@ def test_stop_strings_must_end_after_min_tokens(
     assert (detokenizer.stopped_by is None) == (min_tokens == 6)
 
 
+def test_the_end_of_a_long_match_takes_no_longer_than_other_tokens() -> None:
+    stops = tuple("a" * (6000 + i) + "b" for i in range(64))
+    made = Detokenizer(byte_tokenizer(), SamplingParams(stop=stops))
+    a, c = (FIRST_BYTE + ord(char) for char in "ac")
+    started = time.thread_time()
+    made.add([a] * 5000)
+    each = (time.thread_time() - started) / 5000
+    started = time.thread_time()
+    assert made.add([c]) == "a" * 5000 + "c"
+    assert time.thread_time() - started < 50 * each
+
+
 def test_tokens_after_the_stop_string_are_ignored(tokenizer: Tokenizer) -> None:
     ids = plain(tokenizer, "Hello world, the theory")
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop=("wor",)))
@@ -291,7 +305,7 @@ class CountedCodec:
         self.codec = tokenizer.codec
         self.vocab_size, self.prefix = self.codec.vocab_size, self.codec.prefix
         self.token_id, self.encode = self.codec.token_id, self.codec.encode
-        self.num = 0
+        self.longest, self.num = self.codec.longest, 0
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
         self.num += 1

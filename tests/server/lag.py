@@ -1,0 +1,59 @@
+"""How long an event loop lets everybody else wait while it is asked something."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import httpx
+
+from hex_llm.config import ServerConfig
+from hex_llm.server.app import create_app
+from tests.server.fakes import FakeBackend
+
+T = TypeVar("T")
+TURN_S = 0.001  # as in a server
+TICK_S = 0.002
+
+
+async def watched(work: Awaitable[T]) -> tuple[T, float, float]:
+    """Its result, the longest pause of the loop meanwhile, and how long it took in all, in seconds."""
+    longest, ticking = 0.0, True
+
+    async def tick() -> None:
+        nonlocal longest
+        while ticking:
+            before = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            longest = max(longest, time.monotonic() - before)
+
+    ticks = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    started = time.monotonic()
+    result = await work
+    took, ticking = time.monotonic() - started, False
+    await ticks
+    return result, longest, took
+
+
+def asked(backend: FakeBackend, path: str, **given: Any) -> tuple[httpx.Response, float, float]:
+    """As `watched`, of a POST to a new app."""
+    app, turn_s = create_app(backend, ServerConfig()), sys.getswitchinterval()
+
+    async def send() -> tuple[httpx.Response, float, float]:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
+            return await watched(client.post(path, **given))
+
+    gc.collect()
+    gc.freeze()  # as a server does when it has started
+    sys.setswitchinterval(TURN_S)
+    try:
+        return asyncio.run(send())
+    finally:
+        sys.setswitchinterval(turn_s)
+        gc.unfreeze()
