@@ -160,6 +160,7 @@ class Reply:
     finishes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     num_done: int = 0
+    num_choices: int = 1
 
     @property
     def is_stream(self) -> bool:
@@ -174,7 +175,8 @@ class Reply:
         """An answer or an error, told once and to its end."""
         if not self.is_stream:
             return self.whole
-        return self.whole and self.num_done == 1 and len(self.finishes) + len(self.errors) == 1
+        ends = len(self.finishes) == self.num_choices if not self.errors else len(self.errors) == 1
+        return self.whole and self.num_done == 1 and ends
 
     def gaps(self) -> list[float]:
         """Between tokens; what was waited for the first does not count."""
