@@ -240,8 +240,7 @@ def scenes(name: str, flags: str, seed: int) -> Iterator[Callable[[], Scene]]:
             engine = server.engine()
             engines.add(engine.pid if engine else 0)
             if len(engines) > MAX_DEATHS:
-                server.stop()
-                server.start()
+                server.restart()
                 engines.clear()
             return Scene(server, rng, cache or Path(folder))
 
@@ -282,8 +281,7 @@ def judge(name: str, given: argparse.Namespace, verdicts: Verdicts) -> None:
                 times.append(resumed)
                 (scene.folder / "filling").unlink(missing_ok=True)
                 if resumed >= RESUME_S:  # the next round gets one that serves
-                    scene.server.__exit__()
-                    scene.server.start()
+                    scene.server.restart()
             seen = {"problems": problems[:10], "num": len(problems), "resumed_s": percentile(times, 1)}
             verdicts.judge(f"{name} {point}".strip(), not problems, seen)
 

@@ -32,7 +32,6 @@ MOST = 64  # sequences that the server takes
 TIMES = 10
 NUM_CLOSED = 32  # clients at saturation: two for each slot, so that none is ever empty
 NUM_TOKENS = 16
-MIN_GOODPUT = 0.95
 MAX_REFUSAL_S = 0.05
 END_S = 120  # what the last of the accepted get
 SETTLE_S = 5
@@ -87,7 +86,7 @@ async def run(port: int, given: argparse.Namespace, verdicts: Verdicts) -> None:
     good = per_second(replies, begun + SETTLE_S, begun + seconds)
     judge(verdicts, replies)
     seen = {"saturated_per_s": most, "overloaded_per_s": good, "ratio": good / most}
-    verdicts.judge(f"goodput at least {MIN_GOODPUT:.0%}", good >= MIN_GOODPUT * most, seen)
+    verdicts.judge(f"goodput at least {given.min_goodput:.0%}", good >= given.min_goodput * most, seen)
     resumed = await answers_right(port, END_S)
     verdicts.judge("a question is answered right afterwards", resumed is not None, resumed)
 
@@ -112,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--minutes", type=float, default=5)
     flags.add_argument("--saturate_s", type=float, default=60)
+    flags.add_argument("--min_goodput", type=float, default=0.95, help="as a part of saturation")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--flags", default=f"{FLAGS} --max_concurrent_requests={MOST}", help="of the server")
     given = flags.parse_args(argv)

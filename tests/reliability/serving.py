@@ -56,16 +56,14 @@ class Server:
         self._env = {k: v for k, v in {**os.environ, **changed}.items() if v is not None}
 
     def __enter__(self) -> Server:
+        # Whoever ends a long run ends its server too.
+        self._handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        family = self.family()
-        self.process.kill()
-        self.process.wait()
-        for one in family:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
+        self._kill()
+        signal.signal(signal.SIGTERM, self._handler)
 
     def start(self) -> None:
         """Returns when it is ready."""
@@ -99,11 +97,18 @@ class Server:
         finally:
             asked.close()
 
-    def stop(self) -> tuple[int, list[str]]:
-        """By SIGTERM: the exit code, and what is left of its family."""
+    def restart(self) -> None:
+        """Whatever state it is in."""
+        self._kill()
+        self.start()
+
+    def _kill(self) -> None:
         family = self.family()
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60), left_of(family)
+        self.process.kill()
+        self.process.wait()
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
