@@ -42,7 +42,9 @@ from tests.reliability.serving import (
     percentile,
 )
 
-FAULT_FLAGS = f"{FLAGS} --stuck_timeout=5 --drain_timeout=10"
+# Slots for all that the clients ask for and a question: who waits for a slot hears nothing, and rightly.
+SLOTS = FLAGS.replace("--max_decode_seqs=16", "--max_decode_seqs=24")
+FAULT_FLAGS = f"{SLOTS} --stuck_timeout=5 --drain_timeout=10"
 NUM_CLIENTS, NUM_TOKENS = 16, 32
 LATE_S = 5  # what is granted beyond --stuck_timeout
 RESUME_S = 180  # loading takes long on a busy machine
