@@ -1,0 +1,49 @@
+"""The functions on a request's way that are made to raise: the process, the module, the name."""
+
+SERVER = """
+hex_llm.text.tokenizer:Tokenizer.encode
+hex_llm.text.chat:encode_chat
+hex_llm.server.schemas:OpenAIRequest.params
+hex_llm.engine.admission:make_request
+hex_llm.engine.client:EngineClient._prepare
+hex_llm.engine.client:EngineClient._submit
+hex_llm.engine.client:EngineClient._send
+hex_llm.engine.client:EngineClient._take
+hex_llm.engine.client:EngineClient._take_updates
+hex_llm.engine.protocol:encode
+hex_llm.engine.protocol:Reader.decode
+hex_llm.text.detokenize:Detokenizer.add
+hex_llm.engine.outputs:OutputCollector.add
+hex_llm.engine.outputs:OutputCollector.deltas
+hex_llm.engine.outputs:OutputCollector.output
+hex_llm.server.replies:Frame.chunk
+hex_llm.server.logprobs:CompletionLogprobs.add
+hex_llm.server.metrics:Metrics.began
+hex_llm.server.metrics:Metrics.stepped
+hex_llm.server.metrics:Metrics.ended
+hex_llm.server.metrics:Metrics.answered
+hex_llm.engine.logs:TextLines.formatMessage
+"""
+ENGINE = """
+hex_llm.engine.protocol:encode
+hex_llm.engine.protocol:Reader.decode
+hex_llm.engine.engine:Engine.add
+hex_llm.engine.engine:Engine._begin
+hex_llm.engine.engine:Engine.step
+hex_llm.engine.engine:Engine.stats
+hex_llm.engine.engine:Engine._write_slots
+hex_llm.engine.engine:Engine._record
+hex_llm.engine.engine:Engine._tell
+hex_llm.engine.engine:Engine._follow
+hex_llm.scheduling.scheduler:Scheduler.schedule
+hex_llm.scheduling.scheduler:Scheduler.collect
+hex_llm.engine.batch:pack
+hex_llm.engine.runner:Runner.dispatch
+hex_llm.engine.runner:Runner.read
+hex_llm.engine.runner:Runner.write_slots
+hex_llm.text.grammar:GrammarFactory.compile
+hex_llm.text.grammar:Matcher.mask
+hex_llm.text.grammar:Matcher.accept
+hex_llm.engine.constraints:Constraint.words
+"""
+POINTS = [f"server {one}" for one in SERVER.split()] + [f"engine {one}" for one in ENGINE.split()]
