@@ -147,7 +147,8 @@ class Engine:
         """Sends the next step off, reads the one before it, and tells what that brought."""
         self._step = Stats()
         self._begin_compiled()
-        self._take_masks()
+        if self._held:
+            self._take_masks()
         with self._timed("schedule_s"), self.runner.recorder.phase("schedule"):
             plan, sequences = self.scheduler.schedule()
         if sequences:

@@ -139,6 +139,8 @@ class Scheduler:
 
     def drop_ended(self, plan: StepPlan, sequences: ListLike[Sequence]) -> tuple[StepPlan, list[Sequence]]:
         """The step that was scheduled last and was not sent off yet, without those that have ended since."""
+        if all(s.finish_reason is None for s in sequences):
+            return plan, list(sequences)
         rows = list(zip(plan.chunks, sequences, strict=True))
         for sequence in sequences:
             sequence.num_in_flight -= sequence.finish_reason is not None
@@ -157,17 +159,16 @@ class Scheduler:
         Returns the rows that brought a token or an end: not those whose sequence had ended before.
         """
         self._in_flight -= 1
-        touched = []
+        touched, publishes = [], self.limits.prefix_unit is not None
         rows = zip(plan.chunks, sequences, token_ids, strict=True)
         for row, (chunk, sequence, token_id) in enumerate(rows):
             sequence.num_in_flight -= 1
             sequence.num_written = chunk.end
+            reason = None
             if chunk.samples and sequence.finish_reason is None:
                 touched.append(row)
                 reason = FinishReason.ERROR if token_id < 0 else sequence.read(token_id)
-            else:
-                reason = None
-            if token_id >= 0 or not chunk.samples:
+            if publishes and token_id >= 0:
                 self._publish(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
