@@ -306,6 +306,12 @@ def total(numbers: Mapping[str, float], name: str, label: str = "") -> float:
     return sum(v for k, v in numbers.items() if k.partition("{")[0] == name and re.search(label, k))
 
 
+def held(numbers: dict[str, float]) -> tuple[float, ...]:
+    """Blocks, running and waiting sequences."""
+    running, waiting = (total(numbers, f"vllm:num_requests_{name}") for name in ("running", "waiting"))
+    return total(numbers, "hex_llm:kv_blocks") - total(numbers, "hex_llm:kv_blocks_free"), running, waiting
+
+
 def quantile(before: Mapping[str, float], after: Mapping[str, float], name: str, q: float) -> float | None:
     """An upper bound, from a histogram's buckets, of what came between; None: there is none."""
     counts = sorted(
