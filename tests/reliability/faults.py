@@ -204,7 +204,10 @@ async def restless(server: Server) -> list[str]:
     """What a server without clients still holds or does, however long one waits."""
     until = time.monotonic() + IDLE_S
     while True:
-        engine, kept = server.engine(), held(await metrics(server.port))
+        try:
+            engine, kept = server.engine(), held(await metrics(server.port))
+        except TimeoutError:
+            return ["nothing is answered any more once the clients have gone"]
         begun = sum(engine.cpu_times()[:2]) if engine else 0
         await asyncio.sleep(1)
         busy_s = sum(engine.cpu_times()[:2]) - begun if engine and engine.is_running() else 0
@@ -300,7 +303,9 @@ def judge(name: str, given: argparse.Namespace, verdicts: Verdicts) -> None:
                 problems += [f"round {number}: {one}" for one in wrong]
                 times.append(resumed)
                 (scene.folder / "filling").unlink(missing_ok=True)
-                if resumed >= RESUME_S:  # the next round gets one that serves
+                if (
+                    resumed >= RESUME_S or not scene.server.is_healthy()
+                ):  # the next round gets one that serves
                     scene.server.restart()
             seen = {"problems": problems[:10], "num": len(problems), "resumed_s": percentile(times, 1)}
             verdicts.judge(f"{name} {point}".strip(), not problems, seen)
