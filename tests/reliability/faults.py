@@ -38,7 +38,9 @@ from tests.reliability.serving import (
     answers_right,
     ask,
     cancelled,
+    held,
     left_of,
+    metrics,
     percentile,
 )
 
@@ -50,6 +52,7 @@ LATE_S = 5  # what is granted beyond --stuck_timeout
 RESUME_S = 180  # loading takes long on a busy machine
 MAX_DEATHS = 2  # of one server's engine: it is not started again for ever, and not meant to be
 STOPPED_S = 10
+IDLE_S = 15  # until nothing is done or held any more
 CACHE_BYTES = 256 << 20  # of the folder whose disk is full: the model and its programs fit
 INJECTION = Path(__file__).parent / "injection"
 
@@ -189,11 +192,29 @@ async def round_of(scene: Scene, fault: Fault, limit_s: float) -> tuple[list[str
         await asyncio.wait(tasks, timeout=limit_s + 20)
     finally:
         await cancelled(tasks)
+    problems += await restless(server)
     problems += told_wrong(clients.replies, begun, limit_s, scene.exit_code)
     kept = {one.pid for one in server.family()}
     gone = [one for one in family if one.pid not in kept]
     problems += [f"left behind: {one}" for one in await asyncio.to_thread(left_of, gone)]
     return problems, resumed or RESUME_S
+
+
+async def restless(server: Server) -> list[str]:
+    """What a server without clients still holds or does, however long one waits."""
+    until = time.monotonic() + IDLE_S
+    while True:
+        try:
+            engine, kept = server.engine(), held(await metrics(server.port))
+        except TimeoutError:
+            return ["nothing is answered any more once the clients have gone"]
+        begun = sum(engine.cpu_times()[:2]) if engine else 0
+        await asyncio.sleep(1)
+        busy_s = sum(engine.cpu_times()[:2]) - begun if engine and engine.is_running() else 0
+        if kept == (0, 0, 0) and busy_s < 0.2:
+            return []
+        if time.monotonic() > until:
+            return [f"not idle in the end: blocks, running, waiting {kept}; {busy_s:.2f} s of 1 busy"]
 
 
 async def ended(scene: Scene, family: list[psutil.Process]) -> list[str]:
@@ -282,7 +303,9 @@ def judge(name: str, given: argparse.Namespace, verdicts: Verdicts) -> None:
                 problems += [f"round {number}: {one}" for one in wrong]
                 times.append(resumed)
                 (scene.folder / "filling").unlink(missing_ok=True)
-                if resumed >= RESUME_S:  # the next round gets one that serves
+                if (
+                    resumed >= RESUME_S or not scene.server.is_healthy()
+                ):  # the next round gets one that serves
                     scene.server.restart()
             seen = {"problems": problems[:10], "num": len(problems), "resumed_s": percentile(times, 1)}
             verdicts.judge(f"{name} {point}".strip(), not problems, seen)

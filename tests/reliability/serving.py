@@ -37,6 +37,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 ANSWER = "The capital of France is Paris."
 START_S = 300  # for a first start, which compiles, on a busy machine
+METRICS_S = 30  # for a server that answers anything at all
 GONE_S = 10  # what the processes of a server get to end after it
 
 Json = dict[str, Any]
@@ -57,7 +58,7 @@ class Server:
 
     def __enter__(self) -> Server:
         # Whoever ends a long run ends its server too.
-        self._handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        self._handler = signal.signal(signal.SIGTERM, exit_once)
         self.start()
         return self
 
@@ -126,6 +127,11 @@ class Server:
                 if "hex_llm.engine.worker" in one.cmdline():
                     return one
         return None
+
+
+def exit_once(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one would end the clearing up
+    sys.exit(128 + number)
 
 
 def free_port() -> int:
@@ -295,8 +301,8 @@ async def answers_right(port: int, limit_s: float) -> float | None:
 
 
 async def metrics(port: int) -> dict[str, float]:
-    """By name and labels, as they are written."""
-    text = (await get(port, "/metrics")).body.decode()
+    """By name and labels, as they are written; TimeoutError: the server does not answer."""
+    text = (await asyncio.wait_for(get(port, "/metrics"), METRICS_S)).body.decode()
     found = re.findall(r"^([^#\s]\S*) (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in found}
 
@@ -304,6 +310,12 @@ async def metrics(port: int) -> dict[str, float]:
 def total(numbers: Mapping[str, float], name: str, label: str = "") -> float:
     """Of all series of a metric whose labels match `label`."""
     return sum(v for k, v in numbers.items() if k.partition("{")[0] == name and re.search(label, k))
+
+
+def held(numbers: dict[str, float]) -> tuple[float, ...]:
+    """Blocks, running and waiting sequences."""
+    running, waiting = (total(numbers, f"vllm:num_requests_{name}") for name in ("running", "waiting"))
+    return total(numbers, "hex_llm:kv_blocks") - total(numbers, "hex_llm:kv_blocks_free"), running, waiting
 
 
 def quantile(before: Mapping[str, float], after: Mapping[str, float], name: str, q: float) -> float | None:

@@ -27,6 +27,7 @@ from tests.reliability.serving import (
     answers_right,
     ask,
     cancelled,
+    held,
     metrics,
     sampled,
     total,
@@ -118,12 +119,6 @@ async def idle(port: int) -> dict[str, float]:
         if held(numbers) == (0, 0, 0) or time.monotonic() > until:
             return numbers
         await asyncio.sleep(0.2)
-
-
-def held(numbers: dict[str, float]) -> tuple[float, ...]:
-    """Blocks, running and waiting sequences."""
-    running, waiting = (total(numbers, f"vllm:num_requests_{name}") for name in ("running", "waiting"))
-    return total(numbers, "hex_llm:kv_blocks") - total(numbers, "hex_llm:kv_blocks_free"), running, waiting
 
 
 def judge_engine(verdicts: Verdicts, numbers: dict[str, float]) -> None:
