@@ -335,9 +335,8 @@ class EngineClient:
 
     async def _receive(self, process: EngineProcess) -> None:
         while True:
-            report = await process.receive()
             try:
-                await self._take(report)
+                await self._take(await process.receive())
             except Exception:  # nothing may end this loop: all requests would wait for ever
                 log.exception("a report of the engine could not be taken in")
                 self.fail(FAILED)

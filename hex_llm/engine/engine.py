@@ -113,13 +113,14 @@ class Engine:
             raise InvalidRequest("request_id: it is in use", "request_id")
         compiling = sum(live.request.params.num_choices for live in self._live.values() if not live.choices)
         self.scheduler.check_room(request.params.num_choices + compiling)
-        self.ledger["accepted"] += 1
-        live = self._live[request.request_id] = Live(request)
+        live = Live(request)
         if request.params.structured_outputs is None:
             self._begin(live, None)
         else:
             assert self._grammars is not None  # or it would have been refused
             live.matcher = self._grammars.submit(request.params.structured_outputs)
+        self._live[request.request_id] = live
+        self.ledger["accepted"] += 1
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once; one that has ended, or never was, is ignored."""
@@ -311,8 +312,7 @@ class Engine:
         """All that is left to do is done beside this thread: do not spin."""
         beside: list[Future[Any] | None] = [live.matcher for live in self._live.values()]
         beside += [choice.next_mask for choice in self._held]
-        if under_way := [one for one in beside if one is not None]:
-            wait(under_way, POLL_S, "FIRST_COMPLETED")
+        wait([one for one in beside if one is not None], POLL_S, "FIRST_COMPLETED")
 
     def _keep_prompt_logprobs(self, step: InFlight, sequences: list[Sequence]) -> None:
         for row in range(len(step.plan.decodes), len(sequences)):
@@ -353,6 +353,7 @@ class Engine:
         ends = not params.ignore_eos or params.structured_outputs is not None
         stop_ids = frozenset(params.stop_token_ids) | frozenset(self.spec.eos_ids if ends else ())
         seed, rules = self._seed(request), TokenRules(request, stop_ids, self.spec.vocab_size)
+        choices: list[Choice] = []
         for index in range(params.num_choices):
             constraint = Constraint(rules, matcher.copy() if matcher and index else matcher)
             sequence = Sequence(
@@ -369,10 +370,11 @@ class Engine:
                 cache_len=self.spec.uniform_len,
                 waits_for_tokens=constraint.follows_tokens,
             )
-            choice = Choice(sequence, (seed + index) % 2**64, constraint)
-            live.choices.append(choice)
-            self._choices[sequence] = choice
-            self.scheduler.add(sequence)
+            choices.append(Choice(sequence, (seed + index) % 2**64, constraint))
+        live.choices = choices  # all of them, or none
+        for choice in choices:
+            self._choices[choice.sequence] = choice
+            self.scheduler.add(choice.sequence)
 
     def _seed(self, request: Request) -> int:
         """The request's own, or one that differs from request to request and follows from --seed."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from hex_llm.engine import engine as engine_module
 from hex_llm.engine import programs
 from hex_llm.engine.batch import StepShape
 from hex_llm.engine.engine import NO_TOKEN, Engine
@@ -391,6 +392,26 @@ def test_an_id_in_use_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="in use"):
         engine.add(request("r", PROMPT))
     drive(engine)
+
+
+def test_what_fails_while_it_is_accepted_was_not(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, left = engine_module.Sequence, [2]
+
+    def fails(*args: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("no memory")
+        return plain(*args, **named)
+
+    before = engine.ledger.copy()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_module, "Sequence", fails)
+        with pytest.raises(RuntimeError):
+            engine.add(request("r", PROMPT, greedy(n=4)))  # of which the third fails
+    assert not engine.has_work
+    assert engine.ledger == before
+    engine.check()
+    drive(engine, [request("r", PROMPT)])
 
 
 def test_the_queue_has_an_end(folder: Path) -> None:
