@@ -33,7 +33,7 @@ from hex_llm.engine.stats import Stats
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.types import FinishReason, Request, TokenLogprobs, Update
 from tests.server.fakes import LIMITS
-from tests.server.lag import watched
+from tests.server.lag import like_a_server, watched
 
 PARAMS = SamplingParams(
     n=2,
@@ -184,7 +184,8 @@ def test_the_loop_goes_on_while_a_large_step_is_decoded() -> None:
     known = TokenLogprobs(-0.5, 3, list(range(20)), [-0.25] * 20)
     frame = encode(Step([Update("a", prompt_logprobs=[known] * 100_000)], 1))
     reader = Reader[Report](Report)
-    step, pause, took = asyncio.run(watched(decoded(lambda: reader.decode_large(frame))))
+    with like_a_server():
+        step, pause, took = asyncio.run(watched(decoded(lambda: reader.decode_large(frame))))
     assert isinstance(step, Step)
     assert len(step.updates[0].prompt_logprobs) == 100_000
     assert pause < took / 2
