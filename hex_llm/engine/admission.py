@@ -22,6 +22,7 @@ from hex_llm.types import Request
 MAX_SALT = 4096  # characters
 MAX_BAD_WORD_IDS = 4096  # tokens of all bad words, each with its ways to be written
 MAX_ID = 256
+MAX_LIKELIEST = 1 << 22  # tokens whose log-probabilities a reply tells besides the chosen ones
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def check_request(request: Request, limits: Limits) -> None:
             "min_tokens",
         )
     _check_blocks(max_len, limits)
+    _check_logprobs(request, max_len)
     if params.structured_outputs is not None and not limits.reads_text:
         raise InvalidRequest("structured_outputs: this server has no tokenizer", "structured_outputs")
     if not _is_whole(request.priority) or abs(request.priority) > MAX_INT:
@@ -150,6 +152,18 @@ def _check_blocks(max_len: int, limits: Limits) -> None:
             f"only {limits.max_blocks}: lower max_tokens or raise --num_blocks",
             "max_tokens",
         )
+
+
+def _check_logprobs(request: Request, max_len: int) -> None:
+    """Of all choices together: a reply holds them all, and repeats the prompt's for each."""
+    params, num_prompt = request.params, len(request.prompt_ids)
+    for name, num_tokens in {"logprobs": max_len - num_prompt, "prompt_logprobs": num_prompt}.items():
+        if (getattr(params, name) or 0) * num_tokens * params.num_choices > MAX_LIKELIEST:
+            raise InvalidRequest(
+                f"{name}: more than {MAX_LIKELIEST} in all, for {num_tokens} tokens of "
+                f"{params.num_choices} choices",
+                name,
+            )
 
 
 def _check_ids(name: str, token_ids: Collection[Any], limits: Limits) -> None:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from hex_llm.errors import QueueFull
 
 LARGE = 2048  # tokens and log-probabilities: what takes a few milliseconds
 LONG_TEXT = 64 << 10  # characters
+
+MAX_LONG_TEXTS = 64  # being read, and waiting for that
 
 T = TypeVar("T")
 
@@ -20,6 +24,7 @@ T = TypeVar("T")
 _REPLIES = ThreadPoolExecutor(2, "reply")
 _TEXTS = ThreadPoolExecutor(2, "text")
 _REPORTS = ThreadPoolExecutor(1, "report")
+_LONG_TEXTS: set[asyncio.Future[Any]] = set()
 
 
 async def shaped(size: int, work: Callable[[], T]) -> T:
@@ -31,10 +36,15 @@ async def shaped(size: int, work: Callable[[], T]) -> T:
 
 
 async def read(size: int, work: Callable[[], T]) -> T:
-    """What the work makes of a text of so many characters."""
+    """What the work makes of a text of so many characters. QueueFull: too many long ones are waiting."""
     if size < LONG_TEXT:
         return await asyncio.to_thread(work)
-    return await asyncio.get_running_loop().run_in_executor(_TEXTS, work)
+    if len(_LONG_TEXTS) >= MAX_LONG_TEXTS:
+        raise QueueFull(f"{MAX_LONG_TEXTS} long texts are being read, and no more may be")
+    reading = asyncio.get_running_loop().run_in_executor(_TEXTS, work)
+    _LONG_TEXTS.add(reading)
+    reading.add_done_callback(_LONG_TEXTS.discard)
+    return await reading
 
 
 async def decoded(work: Callable[[], T]) -> T:

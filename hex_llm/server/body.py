@@ -84,6 +84,8 @@ INERT: dict[str, tuple[Any, ...]] = {
     "whitespace_pattern": (),
 }
 
+MAX_SCHEMA = 20_000  # values of a JSON schema, or of all tools: made into JSON in some milliseconds
+
 Kind = TypeVar("Kind", bound="Body")
 
 
@@ -186,7 +188,23 @@ class NamedSchema(Body):
 
 
 def json_text(schema: Any) -> str:
-    return schema if isinstance(schema, str) else json.dumps(schema)
+    """Nothing else runs while it is made, so a schema may have MAX_SCHEMA values."""
+    if isinstance(schema, str):
+        return schema
+    check_num_values(schema, "the schema")
+    return json.dumps(schema)
+
+
+def check_num_values(value: Any, name: str) -> None:
+    """Counts until it is too many."""
+    left, num_values = [value], 0
+    while left:
+        one = left.pop()
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        num_values += 1 + len(inner)
+        if num_values > MAX_SCHEMA:
+            raise InvalidRequest(f"{name} has more than {MAX_SCHEMA} values")
+        left += [one for one in inner if isinstance(one, dict | list)]
 
 
 # ---- texts

@@ -21,7 +21,7 @@ from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server import logprobs
 from hex_llm.server.backend import Backend, answer, check_model, size_of
-from hex_llm.server.body import shown
+from hex_llm.server.body import check_num_values, shown
 from hex_llm.server.encoding import Listed, Whole
 from hex_llm.server.replies import Fields, chunks, end_of, given, head_of, whole
 from hex_llm.server.schemas import ChatRequest
@@ -181,6 +181,7 @@ def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, any_l
         raise InvalidRequest(
             "chat_template: this server does not take one (--trust_request_chat_template)", "chat_template"
         )
+    check_num_values([tool.function.parameters for tool in request.tools], "tools:")
     wanted = request.calls_wanted()
     new_tool_parser = _tool_parser(request, config, tokenizer, wanted)
     params = _for_calls(request, params, wanted, new_tool_parser)

@@ -97,3 +97,23 @@ def test_masks_that_allow_nothing_are_refused(param: str, params: dict[str, Any]
 )
 def test_masks_that_allow_something(params: dict[str, Any]) -> None:
     made(**params)
+
+
+# ---- replies that would fill the memory
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"logprobs": 20, "n": 128, "max_tokens": None}, "logprobs"),
+        ({"prompt_logprobs": 20, "n": 128, "max_tokens": 1}, "prompt_logprobs"),
+    ],
+)
+def test_log_probabilities_are_bounded_in_all(params: dict[str, Any], param: str) -> None:
+    roomy = replace(LIMITS, max_blocks=100_000)
+    prompt = [5] * 4000
+    with pytest.raises(InvalidRequest, match="in all") as refused:
+        make_request("r", prompt, SamplingParams(**params), roomy)
+    assert refused.value.param == param
+    make_request("r", prompt, SamplingParams(**{**params, "n": 1}), roomy)
+    make_request("r", prompt, SamplingParams(**{**params, param: 0}), roomy)
