@@ -30,8 +30,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 class Judge:
     """Knows the tokens behind every key that is made."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._folder = folder
+    def __init__(self, fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`fresh` shares no blocks: whenever it is idle its pool hands out 1, 2, ..."""
+        self._fresh = fresh
         self._made: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         plain = sequence.next_key
 
@@ -52,10 +53,9 @@ class Judge:
         published = dict(engine.scheduler.pool._block_of)
         for key, block in published.items():
             prompt = self.tokens_of(key)
-            fresh = make_engine(self._folder, **FLAGS)
-            drive(fresh, [request("judge", [*prompt, 1], SamplingParams(temperature=0, max_tokens=1))])
-            last = len(prompt) // FLAGS["block_size"]  # a fresh pool hands out 1, 2, ...
-            for mine, theirs in zip(fresh.runner.pages, engine.runner.pages, strict=True):
+            drive(self._fresh, [request("judge", [*prompt, 1], SamplingParams(temperature=0, max_tokens=1))])
+            last = len(prompt) // FLAGS["block_size"]
+            for mine, theirs in zip(self._fresh.runner.pages, engine.runner.pages, strict=True):
                 np.testing.assert_allclose(np.asarray(theirs[block]), np.asarray(mine[last]), atol=1e-4)
         return len(published)
 
@@ -67,9 +67,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def fresh(folder: Path) -> Engine:
+    return make_engine(folder, **FLAGS)
+
+
 @pytest.fixture
-def judge(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
-    return Judge(folder, monkeypatch)
+def judge(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> Judge:
+    return Judge(fresh, monkeypatch)
 
 
 def victim(engine: Engine) -> list[int]:
@@ -86,10 +91,10 @@ def test_ordinary_traffic(folder: Path, judge: Judge, overlapped: bool) -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_request_that_fails_before_it_is_sent_publishes_nothing(
-    folder: Path, judge: Judge, monkeypatch: pytest.MonkeyPatch, alone: bool
+    folder: Path, fresh: Engine, judge: Judge, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
     """Its slot still holds its former owner's tokens: KV of these must not be found by its own."""
-    expected = victim(make_engine(folder, **FLAGS))
+    expected = victim(fresh)
     engine = make_engine(folder, **FLAGS, **CACHED, max_prefill_seqs=2)
     drive(engine, [request(f"owner{i}", SECRET, GREEDY) for i in range(2)])
     plain = Engine._record
@@ -108,9 +113,9 @@ def test_a_request_that_fails_before_it_is_sent_publishes_nothing(
 
 
 def test_a_step_that_is_not_compiled_publishes_nothing(
-    folder: Path, judge: Judge, monkeypatch: pytest.MonkeyPatch
+    folder: Path, fresh: Engine, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = victim(make_engine(folder, **FLAGS))
+    expected = victim(fresh)
     engine = make_engine(folder, **FLAGS, **CACHED)
 
     def refuse(_: Any) -> None:
