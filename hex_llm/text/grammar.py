@@ -244,11 +244,11 @@ class Matcher:
             return False
         if self.stopped:
             return token_id in self._vocabulary.eos_ids
-        self.budget.seconds_left += FOLLOW_SECONDS_PER_TOKEN
         with self._watched():
             accepted: bool = self._inner.try_consume_tokens([token_id]) == 1
         if accepted:
             self._mask = None
+            self.budget.seconds_left += FOLLOW_SECONDS_PER_TOKEN
         return accepted
 
     @property
