@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from hex_llm.engine.beside import read
 from hex_llm.errors import InvalidRequest
@@ -43,7 +44,10 @@ class BodyRoute(APIRoute):
         kind = self.body_field.field_info.annotation
 
         async def handled(request: Request) -> Response:
-            body = await request.body()
+            try:
+                body = await request.body()
+            except ClientDisconnect:
+                return Response(status_code=499)  # which nobody reads, as in unless_gone
             if len(body) >= LARGE_BODY and "json" in request.headers.get("content-type", ""):
                 request = LargeRequest(request, body, await read(len(body), partial(_value, kind, body)))
             return await handler(request)

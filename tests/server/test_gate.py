@@ -325,3 +325,29 @@ def test_the_page_of_routes_fetches_nothing(backend: FakeBackend) -> None:
     assert f"POST {COMPLETIONS}" in reply.text
     assert "://" not in reply.text
     assert "<script" not in reply.text
+
+
+@pytest.mark.parametrize(
+    "path", [COMPLETIONS, CHAT, GENERATE, "/tokenize", "/generate_stream", "/invocations"]
+)
+def test_who_leaves_while_he_sends_is_no_failure(backend: FakeBackend, path: str) -> None:
+    app, _ = make(backend)
+    messages = [
+        {"type": "http.request", "body": b'{"prompt"', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    statuses: list[int] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+        "server": ("test", 80), "client": ("test", 1), "root_path": "", "app": app,
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    assert statuses[0] == 499
