@@ -279,9 +279,10 @@ class Engine:
     def _follow(self, choice: Choice, token_id: int) -> None:
         """The choice sits out until the mask is there of what may follow the token."""
         assert choice.constraint.matcher is not None
-        choice.next_mask, choice.is_late = self._masks.submit(choice.constraint.matcher, token_id), False
-        choice.sequence.is_held = True
-        self._held[choice] = None
+        with self._failing(choice.sequence):
+            choice.next_mask, choice.is_late = self._masks.submit(choice.constraint.matcher, token_id), False
+            choice.sequence.is_held = True
+            self._held[choice] = None
 
     def _take_masks(self) -> None:
         """Lets choices go on whose masks are there. Each is waited for a little while, once."""

@@ -41,7 +41,7 @@ hex_llm.engine.batch:pack
 hex_llm.engine.runner:Runner.dispatch
 hex_llm.engine.runner:Runner.read
 hex_llm.engine.runner:Runner.write_slots
-hex_llm.text.grammar:GrammarFactory._compiled
+hex_llm.text.grammar:GrammarFactory.submit
 hex_llm.text.grammar:Matcher.mask
 hex_llm.text.grammar:Matcher.accept
 hex_llm.engine.constraints:Constraint.words
