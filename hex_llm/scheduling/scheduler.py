@@ -168,7 +168,7 @@ class Scheduler:
             if chunk.samples and sequence.finish_reason is None:
                 touched.append(row)
                 reason = FinishReason.ERROR if token_id < 0 else sequence.read(token_id)
-            if publishes and token_id >= 0:
+            if publishes and (token_id >= 0 or not chunk.samples):
                 self._publish(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
