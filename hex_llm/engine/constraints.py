@@ -68,7 +68,7 @@ class TokenRules:
         """Those of several tokens."""
         return BadWords(self._long_bad_words) if self._long_bad_words else None
 
-    @property
+    @cached_property
     def longest_bad_word(self) -> int:
         return max(map(len, self._long_bad_words), default=0)
 

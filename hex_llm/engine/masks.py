@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count
@@ -36,7 +35,7 @@ class MaskPool:
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._num_threads = num_threads
-        self._queue: list[tuple[float, int, Future[Ints | None], Callable[[], Ints | None]]] = []
+        self._queue: list[tuple[float, int, Future[Ints | None], Matcher, int]] = []
         self._numbers = count()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -44,13 +43,12 @@ class MaskPool:
     def submit(self, matcher: Matcher, token_id: int) -> Future[Ints | None]:
         """`next_mask`, later."""
         done: Future[Ints | None] = Future()
-        work = lambda: next_mask(matcher, token_id)  # noqa: E731
         with self._changed:
             while len(self._threads) < self._num_threads:
                 self._threads.append(threading.Thread(target=self._run, name="masks", daemon=True))
                 self._threads[-1].start()
             taken = matcher.budget.seconds_taken
-            heapq.heappush(self._queue, (taken, next(self._numbers), done, work))
+            heapq.heappush(self._queue, (taken, next(self._numbers), done, matcher, token_id))
             self._changed.notify()
         return done
 
@@ -60,11 +58,11 @@ class MaskPool:
             with self._changed:
                 while not self._queue:
                     self._changed.wait()
-                _, _, done, work = heapq.heappop(self._queue)
+                _, _, done, matcher, token_id = heapq.heappop(self._queue)
             if done.cancelled():
                 continue
             with suppress(InvalidStateError):  # cancelled meanwhile
                 try:
-                    done.set_result(work())
+                    done.set_result(next_mask(matcher, token_id))
                 except Exception as error:
                     done.set_exception(error)

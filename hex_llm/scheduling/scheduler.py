@@ -322,6 +322,8 @@ class Scheduler:
         if self.limits.prefix_unit is None or not sequence.shares_blocks:
             return []
         num_full = min(num_tokens, len(sequence.token_ids)) // self.pool.block_size
+        if num_full <= sequence.num_published:  # as after most steps: nothing is copied for it
+            return []
         return sequence.keys(num_full, self.pool.block_size)[sequence.num_published :]
 
     def _publish(self, sequence: Sequence) -> None:

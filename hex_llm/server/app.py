@@ -5,7 +5,7 @@ A factory, no global state; jax is out of reach from here.
 
 from __future__ import annotations
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -15,7 +15,6 @@ from hex_llm.errors import HexError
 from hex_llm.server import metrics as measured
 from hex_llm.server import openai, page, responses, tgi, tokens, vertex
 from hex_llm.server.backend import Backend
-from hex_llm.server.body import only_unicode
 from hex_llm.server.docs import add_docs
 from hex_llm.server.gate import OPEN_PATHS, Gate, all_routes, error
 from hex_llm.server.metrics import Metrics
@@ -28,7 +27,7 @@ def create_app(backend: Backend, config: ServerConfig, metrics: Metrics | None =
     # The pages of docs_url and redoc_url would fetch scripts from elsewhere.
     app = FastAPI(title="hex_llm", docs_url=None, redoc_url=None)
     for api in (openai, responses, tgi, tokens, vertex):
-        app.include_router(api.routes(backend, config), dependencies=[Depends(only_unicode)])
+        app.include_router(api.routes(backend, config))
     app.include_router(page.routes())
     app.include_router(measured.routes(backend, metrics))
     for path in OPEN_PATHS:

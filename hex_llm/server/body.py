@@ -8,11 +8,11 @@ shapes are checked here; what values a request may have, SamplingParams and the 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Request
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -197,14 +197,21 @@ def json_text(schema: Any) -> str:
 
 def check_num_values(value: Any, name: str) -> None:
     """Counts until it is too many."""
-    left, num_values = [value], 0
+    if any(True for _ in islice(values_in(value), MAX_SCHEMA, None)):
+        raise InvalidRequest(f"{name} has more than {MAX_SCHEMA} values")
+
+
+def values_in(value: Any) -> Iterator[Any]:
+    """Itself and, as they are asked for, all in it, however deep."""
+    left = [iter((value,))]
     while left:
-        one = left.pop()
-        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        num_values += 1 + len(inner)
-        if num_values > MAX_SCHEMA:
-            raise InvalidRequest(f"{name} has more than {MAX_SCHEMA} values")
-        left += [one for one in inner if isinstance(one, dict | list)]
+        for one in left[-1]:
+            yield one
+            if isinstance(one, dict | list | tuple):
+                left.append(iter(one.values() if isinstance(one, dict) else one))
+                break
+        else:
+            left.pop()
 
 
 # ---- texts
@@ -214,21 +221,12 @@ def check_num_values(value: Any, name: str) -> None:
 SUSPICIOUS = (rb"\ud", rb"\uD", b"\xed", b"\0")
 
 
-async def only_unicode(request: Request) -> None:
-    """Refuses a body with half of a surrogate pair anywhere: it could not be tokenized, sent back or logged.
-
-    What FastAPI has read and parsed is not read or parsed again.
-    """
-    body = await request.body() if request.method == "POST" else b""
-    if any(sign in body for sign in SUSPICIOUS):
-        try:
-            values = await request.json()
-        except (ValueError, RecursionError):
-            return  # its route refuses it
-        check_texts(values)
+def is_suspicious(body: bytes) -> bool:
+    return any(sign in body for sign in SUSPICIOUS)
 
 
 def check_texts(values: Any) -> None:
+    """Half of a surrogate pair, anywhere, could not be tokenized, sent back or logged."""
     left = [(name, [name, one]) for name, one in values.items()] if isinstance(values, dict) else []
     while left:
         field, values = left.pop()

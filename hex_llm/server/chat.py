@@ -21,7 +21,7 @@ from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server import logprobs
 from hex_llm.server.backend import Backend, answer, check_model, size_of
-from hex_llm.server.body import check_num_values, shown
+from hex_llm.server.body import check_num_values, shown, values_in
 from hex_llm.server.encoding import Listed, Whole
 from hex_llm.server.replies import Fields, chunks, end_of, given, head_of, whole
 from hex_llm.server.schemas import ChatRequest
@@ -146,31 +146,32 @@ class Talk:
 
 
 async def prepare(
-    backend: Backend, request: ChatRequest, config: ServerConfig, *, any_length: bool = False
+    backend: Backend, request: ChatRequest, config: ServerConfig, *, only_prompt: bool = False
 ) -> Talk:
-    """A prompt that is surely longer than the model takes is refused, unless `any_length` is wanted."""
+    """If more is wanted than its prompt: QueueFull, and a prompt surely longer than the model takes is
+    refused."""
     check_model(backend, config, request.model)
-    return await read(_num_chars(request), partial(_prepare, backend, request, config, any_length))
+    return await read(_num_chars(request), partial(_prepare, backend, request, config, only_prompt))
 
 
 def _num_chars(request: ChatRequest) -> int:
     """Of what the template gets, with some for each value; counted until the text is a long one."""
     size = 0
-    left: list[Any] = [request.documents, request.chat_template, request.chat_template_kwargs]
+    values: list[Any] = [request.documents, request.chat_template, request.chat_template_kwargs]
     for message in islice(request.messages, LONG_TEXT >> 6):
-        left += [message.text, [call.function.arguments for call in message.tool_calls]]
-    left += [tool.function.parameters for tool in islice(request.tools, LONG_TEXT >> 6)]
-    while left and size < LONG_TEXT:
-        value = left.pop()
+        values += [message.text, [call.function.arguments for call in message.tool_calls]]
+    values += [tool.function.parameters for tool in islice(request.tools, LONG_TEXT >> 6)]
+    for value in values_in(values):
         size += 64 + (len(value) if isinstance(value, str) else 0)
-        if isinstance(value, dict | list | tuple):
-            left += value.values() if isinstance(value, dict) else value
+        if size >= LONG_TEXT:
+            break
     return size
 
 
-def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, any_length: bool) -> Talk:
+def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_prompt: bool) -> Talk:
     params, tokenizer = request.params(), backend.tokenizer
-    backend.check_room(params.num_choices)
+    if not only_prompt:
+        backend.check_room(params.num_choices)
     if tokenizer is None:
         raise InvalidRequest(
             "messages: this server has no tokenizer (--skip_tokenizer_init); send token ids to "
@@ -188,7 +189,7 @@ def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, any_l
     # An output of a given structure has no room for reasoning.
     reasons = config.reasoning_parser if params.structured_outputs is None else None
     new_reasoning_parser = None if reasons is None else lambda: reasoning_parser(reasons)
-    any_length |= params.truncate_prompt_tokens is not None
+    any_length = only_prompt or params.truncate_prompt_tokens is not None
     ids = _encode(tokenizer, request, wanted, None if any_length else backend.max_len)
     return Talk(request, tokenizer, ids, params, new_tool_parser, new_reasoning_parser)
 

@@ -23,8 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hex_llm.config import ServerConfig
 from hex_llm.engine.stats import Timeline
+from hex_llm.errors import HexError
 from hex_llm.server import page
 from hex_llm.server.backend import Backend
+from hex_llm.server.body_route import BodyRoute
 from hex_llm.server.metrics import CURRENT, Metrics
 from hex_llm.server.problems import Problem
 
@@ -74,7 +76,7 @@ class Gate:
         self.metrics = metrics
         key = config.api_key
         self.key_hash = None if key is None else sha256(key.encode()).digest()
-        self.paths: set[str] = set()
+        self.paths: dict[str, BodyRoute | None] = {}  # those that are declared, and who answers a POST
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,6 +116,18 @@ class Gate:
         declared = headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and int(declared) > self.config.max_request_bytes:
             return self.too_large()
+        return self.unless_room(scope)
+
+    def unless_room(self, scope: Scope) -> Response | None:
+        """A body that is not read or parsed costs an overloaded server the least."""
+        route = self.declared(scope).get(scope["path"]) if scope["method"] == "POST" else None
+        if route is None or not route.needs_room:
+            return None
+        try:
+            self.backend.check_room(1)
+        except HexError as problem:
+            status, body = route.told(problem)
+            return JSONResponse(body, status, HEADERS.get(status))
         return None
 
     def is_open(self, method: str, path: str) -> bool:
@@ -193,7 +207,7 @@ class Gate:
         return f"the body has more than {self.config.max_request_bytes} bytes"
 
     def note(self, visit: Visit) -> None:
-        visit.route = self.declared(visit.scope)
+        visit.route = self.path_of(visit.scope)
         self.metrics.answered(visit.method, visit.route, visit.status)
         if not self.config.disable_log_requests:
             # Who polls would fill the log, also while the server is not ready.
@@ -201,13 +215,19 @@ class Gate:
             polled = is_probe or (visit.method == "GET" and (visit.status < 400 or visit.status == 503))
             log.log(logging.DEBUG if polled else logging.INFO, "request", extra={"fields": visit.fields()})
 
-    def declared(self, scope: Scope) -> str:
-        """The path of a route; paths of clients would be endless."""
+    def path_of(self, scope: Scope) -> str:
+        """Of a route; paths of clients would be endless."""
         if route := scope.get("route"):
             return str(getattr(route, "path", "none"))
+        return scope["path"] if scope["path"] in self.declared(scope) else "none"
+
+    def declared(self, scope: Scope) -> dict[str, BodyRoute | None]:
         if not self.paths:
-            self.paths = {getattr(route, "path", "") for route in all_routes(scope["app"].routes)}
-        return scope["path"] if scope["path"] in self.paths else "none"
+            for route in all_routes(scope["app"].routes):
+                path = getattr(route, "path", "")
+                answers = route if isinstance(route, BodyRoute) and route.body_field is not None else None
+                self.paths[path] = answers or self.paths.get(path)
+        return self.paths
 
 
 class Visit:

@@ -20,9 +20,9 @@ from hex_llm.engine.outputs import Named
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server import logprobs
 from hex_llm.server.backend import Backend, answer, check_model, size_of, together, unless_gone
+from hex_llm.server.body_route import BodyRoute
 from hex_llm.server.chat import DEFAULTS, chat, check_parsers, stream_chat
 from hex_llm.server.encoding import Listed, Whole, encode
-from hex_llm.server.large_bodies import BodyRoute
 from hex_llm.server.replies import Fields, chunks, end_of, head_of, whole
 from hex_llm.server.schemas import ChatRequest, CompletionRequest
 from hex_llm.server.stream import Job, News, Told, streamed

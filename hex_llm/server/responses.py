@@ -19,9 +19,9 @@ from hex_llm.config import ServerConfig
 from hex_llm.engine.beside import read, shaped
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.backend import Backend, answer, raise_failure, size_of, unless_gone
+from hex_llm.server.body_route import BodyRoute
 from hex_llm.server.chat import Talk, prepare
 from hex_llm.server.encoding import Listed, Whole, encode
-from hex_llm.server.large_bodies import BodyRoute
 from hex_llm.server.problems import problem_of
 from hex_llm.server.replies import Fields
 from hex_llm.server.responses_schemas import ResponsesRequest

@@ -25,9 +25,9 @@ from hex_llm.errors import HexError, InvalidRequest, QueueFull, TimedOut
 from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
 from hex_llm.server.backend import Backend, raise_failure, size_of, unless_gone
 from hex_llm.server.body import parse
+from hex_llm.server.body_route import BodyRoute, checked
 from hex_llm.server.encoding import Listed, Whole
 from hex_llm.server.gate import HEADERS
-from hex_llm.server.large_bodies import BodyRoute, checked
 from hex_llm.server.logprobs import finite
 from hex_llm.server.openai import chat_reply, completion_reply
 from hex_llm.server.problems import invalid_body
@@ -81,13 +81,15 @@ async def in_their_shape(work: Awaitable[Response]) -> Response:
 class TgiRoute(BodyRoute):
     """A route that tells its errors as TGI does."""
 
+    told = staticmethod(problem_of)
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
-        async def told(request: Request) -> Response:
+        async def handled(request: Request) -> Response:
             return await in_their_shape(handler(request))
 
-        return told
+        return handled
 
 
 # ---- one request

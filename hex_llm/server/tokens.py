@@ -20,9 +20,9 @@ from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import MAX_INT
 from hex_llm.server.backend import Backend
 from hex_llm.server.body import Body, TokenIds, parse
+from hex_llm.server.body_route import BodyRoute, checked
 from hex_llm.server.chat import prepare
 from hex_llm.server.encoding import Encoded, Listed, Whole, encode, reply_of
-from hex_llm.server.large_bodies import BodyRoute, checked
 from hex_llm.server.schemas import ChatRequest
 from hex_llm.server.tgi import TgiRoute, in_their_shape
 from hex_llm.server.tgi_schemas import TokenizeRequest
@@ -63,7 +63,7 @@ async def tokenize(backend: Backend, config: ServerConfig, request: Request, bod
     wanted: ChatToTokenize | PromptToTokenize
     if "messages" in body:
         wanted = await checked(request, partial(parse, ChatToTokenize, body))
-        ids = (await prepare(backend, wanted, config, any_length=True)).prompt_ids
+        ids = (await prepare(backend, wanted, config, only_prompt=True)).prompt_ids
     else:
         wanted = parse(PromptToTokenize, body)
         encode_text = partial(tokenizer.encode, add_special_tokens=wanted.add_special_tokens)
@@ -112,8 +112,16 @@ def chat_tokens_reply(tokenizer: Tokenizer, prompt_ids: list[int]) -> Response:
 # ---- routes
 
 
+class TokensRoute(BodyRoute):
+    needs_room = False
+
+
+class TgiTokensRoute(TgiRoute):
+    needs_room = False
+
+
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
-    router = APIRouter(route_class=BodyRoute)
+    router = APIRouter(route_class=TokensRoute)
 
     @router.post("/tokenize")
     async def tokenize_route(body: Json, request: Request) -> Response:
@@ -145,9 +153,11 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
         return tokenizer_info(backend)
 
     async def chat_tokenize(body: ChatRequest) -> Response:
-        talk = await prepare(backend, body, config, any_length=True)
+        talk = await prepare(backend, body, config, only_prompt=True)
         ids = talk.prompt_ids
         return await read(len(ids), partial(chat_tokens_reply, talk.tokenizer, ids))
 
-    router.add_api_route("/chat_tokenize", chat_tokenize, methods=["POST"], route_class_override=TgiRoute)
+    router.add_api_route(
+        "/chat_tokenize", chat_tokenize, methods=["POST"], route_class_override=TgiTokensRoute
+    )
     return router

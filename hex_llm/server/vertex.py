@@ -23,9 +23,9 @@ from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.server import logprobs, tgi, tgi_schemas
 from hex_llm.server.backend import Backend, answer, size_of, together, unless_gone
 from hex_llm.server.body import Kind, not_built, parse, shown
+from hex_llm.server.body_route import BodyRoute, checked
 from hex_llm.server.chat import chat, stream_chat
 from hex_llm.server.encoding import Whole, encode
-from hex_llm.server.large_bodies import BodyRoute, checked
 from hex_llm.server.problems import problem_of
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest
 from hex_llm.server.stream import Job, News, Told, refuse_best_of, streamed
@@ -300,8 +300,12 @@ def broken_piece(error: Exception) -> bytes:
     return encode(problem_of(error).body()) + b"\0"
 
 
+class PredictRoute(BodyRoute):
+    needs_room = False  # yet: how a refusal is told depends on the body
+
+
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
-    router = APIRouter(route_class=BodyRoute)
+    router = APIRouter(route_class=PredictRoute)
 
     async def vertex_predict(body: dict[str, Any], request: Request) -> Response:
         return await respond(backend, config, request, body)

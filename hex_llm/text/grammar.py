@@ -277,13 +277,9 @@ class Matcher:
 
 
 def _check(wanted: StructuredOutputs) -> None:
-    text = "".join(filter(None, (wanted.json, wanted.regex, wanted.grammar, *wanted.choice)))
-    if len(text) > MAX_GRAMMAR:
+    """Of one text StructuredOutputs has refused it already."""
+    if sum(map(len, wanted.choice)) > MAX_GRAMMAR:
         raise _refused(wanted, f"more than {MAX_GRAMMAR} characters in all")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise _refused(wanted, "it holds half of a surrogate pair, which is no character") from None
 
 
 def _refused(wanted: StructuredOutputs, reason: str) -> InvalidRequest:

@@ -139,9 +139,7 @@ class Tokenizer:
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # SentencePiece's
 _BEGUN = "a"  # stands for the text before a token
-_LONG = (
-    1024  # characters; no other thread runs while `tokenizers` encodes one text, but while it does a batch
-)
+_LONG = 1024  # characters: `tokenizers` lets other threads run only while it encodes a batch
 
 
 def _byte_characters() -> dict[str, int]:

@@ -16,15 +16,18 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import uvloop
+
 from tests.reliability.serving import (
     COMPLETIONS,
     FLAGS,
+    Connection,
     Json,
     Reply,
     Server,
     Verdicts,
     answers_right,
-    ask,
+    ask_again,
     percentile,
 )
 
@@ -43,19 +46,35 @@ def body(rng: random.Random) -> Json:
     return {"prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
 
 
-async def saturated(port: int, seconds: float, rng: random.Random) -> list[Reply]:
+class Pool:
+    """Connections that are used again, as clients do: who is refused asks on the same one."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.free: list[Connection] = []
+
+    async def ask(self, wanted: Json, reply: Reply | None = None) -> Reply:
+        self.free = [one for one in self.free if not one[0].at_eof()]  # the server had closed it
+        connection = self.free.pop() if self.free else None
+        reply, connection = await ask_again(self.port, COMPLETIONS, wanted, reply or Reply(), connection)
+        if connection is not None:
+            self.free.append(connection)
+        return reply
+
+
+async def saturated(pool: Pool, seconds: float, rng: random.Random) -> list[Reply]:
     replies: list[Reply] = []
     until = time.monotonic() + seconds
 
     async def client() -> None:
         while time.monotonic() < until:
-            replies.append(await ask(port, COMPLETIONS, body(rng)))
+            replies.append(await pool.ask(body(rng)))
 
     await asyncio.gather(*(client() for _ in range(NUM_CLOSED)))
     return replies
 
 
-async def overloaded(port: int, seconds: float, rate: float, rng: random.Random) -> list[Reply]:
+async def overloaded(pool: Pool, seconds: float, rate: float, rng: random.Random) -> list[Reply]:
     """Arrivals at random, whatever becomes of those before."""
     asked: list[tuple[Reply, asyncio.Task[Reply]]] = []
     begun = due = time.monotonic()
@@ -63,7 +82,7 @@ async def overloaded(port: int, seconds: float, rate: float, rng: random.Random)
         due += rng.expovariate(rate)
         await asyncio.sleep(max(due - time.monotonic(), 0))
         reply = Reply()
-        asked.append((reply, asyncio.create_task(ask(port, COMPLETIONS, body(rng), reply=reply))))
+        asked.append((reply, asyncio.create_task(pool.ask(body(rng), reply))))
     await asyncio.wait([task for _, task in asked], timeout=END_S)
     for _, task in asked:
         task.cancel()
@@ -78,11 +97,11 @@ def per_second(replies: list[Reply], begin: float, end: float) -> float:
 async def run(port: int, given: argparse.Namespace, verdicts: Verdicts) -> None:
     rng = random.Random(given.seed)
     assert await answers_right(port, END_S) is not None
-    begun = time.monotonic()
-    before = await saturated(port, given.saturate_s, rng)
+    pool, begun = Pool(port), time.monotonic()
+    before = await saturated(pool, given.saturate_s, rng)
     most = per_second(before, begun + SETTLE_S, begun + given.saturate_s)
     begun, seconds = time.monotonic(), given.minutes * 60
-    replies = await overloaded(port, seconds, TIMES * most, rng)
+    replies = await overloaded(pool, seconds, TIMES * most, rng)
     good = per_second(replies, begun + SETTLE_S, begun + seconds)
     judge(verdicts, replies)
     seen = {"saturated_per_s": most, "overloaded_per_s": good, "ratio": good / most}
@@ -117,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     given = flags.parse_args(argv)
     verdicts = Verdicts()
     with tempfile.TemporaryDirectory() as folder, Server(given.flags, Path(folder)) as server:
-        asyncio.run(run(server.port, given, verdicts))
+        uvloop.run(run(server.port, given, verdicts))  # clients share the machine with the server
     return verdicts.conclude()
 
 

@@ -41,6 +41,7 @@ METRICS_S = 30  # for a server that answers anything at all
 GONE_S = 10  # what the processes of a server get to end after it
 
 Json = dict[str, Any]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 # ---- the server
@@ -216,11 +217,31 @@ async def ask(
     """The whole reply; a connection that breaks is no error, but the reply is not whole. `reply` is filled
     while it comes; without `parse`, the events of a stream are only read."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = posted(path, content, f"connection: close\r\n{headers}")
+    return await exchange(port, data, reply or Reply(), parse=parse)
+
+
+def posted(path: str, content: bytes, headers: str = "") -> bytes:
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: {HOST}\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: {HOST}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(content)}\r\n{headers}\r\n"
     )
-    return await exchange(port, head.encode() + content, reply or Reply(), parse=parse)
+    return head.encode() + content
+
+
+async def ask_again(
+    port: int, path: str, body: Json, reply: Reply, connection: Connection | None
+) -> tuple[Reply, Connection | None]:
+    """On a connection that was used before, if there is one; and one that can be used again."""
+    try:
+        reader, writer = connection or await asyncio.open_connection(HOST, port, limit=1 << 20)
+        writer.write(posted(path, json.dumps(body).encode()))
+        await _read(reader, reply, parse=True)
+        return reply, (reader, writer)
+    except (OSError, EOFError, asyncio.LimitOverrunError):
+        return reply, None
+    finally:
+        reply.ended = time.monotonic()
 
 
 async def get(port: int, path: str) -> Reply:
@@ -259,6 +280,7 @@ async def _read(reader: asyncio.StreamReader, reply: Reply, parse: bool) -> None
                 *events, rest = (rest + data).split(b"\n\n")
                 for event in events:
                     _note(event.removeprefix(b"data: "), reply)
+        await reader.readexactly(2)
     else:
         left = int(reply.headers.get("content-length", 0))
         while left:

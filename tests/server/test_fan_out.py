@@ -83,3 +83,20 @@ def test_a_full_server_says_when_to_come_again(path: str, body: dict[str, Any]) 
 
 def test_the_bound_is_told(backend: FakeBackend) -> None:
     assert ask(backend, "GET", "/info").json()["max_concurrent_requests"] == backend.max_sequences
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/responses", "/vertex", "/generate_stream"])
+def test_a_full_server_parses_nothing(backend: FakeBackend, path: str) -> None:
+    backend.error = QueueFull("full")
+    headers = {"content-type": "application/json"}
+    assert ask(backend, "POST", path, content=b"[" * 100_000, headers=headers).status_code == 429
+
+
+def test_a_full_server_tokenizes(backend: FakeBackend) -> None:
+    backend.error = QueueFull("full")
+    for path, body in {
+        "/tokenize": {"prompt": "hello"},
+        "/detokenize": {"tokens": [5]},
+        "/chat_tokenize": {"messages": MESSAGES},
+    }.items():
+        assert ask(backend, "POST", path, json=body).status_code == 200, path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +15,8 @@ from starlette.requests import ClientDisconnect
 
 from hex_llm.engine.beside import read
 from hex_llm.errors import InvalidRequest
-from hex_llm.server.body import Body, parse
+from hex_llm.server.body import Body, check_texts, is_suspicious, parse
+from hex_llm.server.problems import problem_of
 
 LARGE_BODY = 32 << 10  # bytes
 
@@ -37,6 +39,14 @@ class LargeRequest(Request):
 
 
 class BodyRoute(APIRoute):
+    needs_room = True  # a full server refuses it unread
+
+    @staticmethod
+    def told(error: Exception) -> tuple[int, dict[str, Any]]:
+        """The status and the body for its clients."""
+        problem = problem_of(error)
+        return problem.status, problem.body()
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
         if self.body_field is None:
@@ -48,8 +58,11 @@ class BodyRoute(APIRoute):
                 body = await request.body()
             except ClientDisconnect:
                 return Response(status_code=499)  # which nobody reads, as in unless_gone
-            if len(body) >= LARGE_BODY and "json" in request.headers.get("content-type", ""):
+            if len(body) >= LARGE_BODY and "json" in request.headers.get("content-type", "").lower():
                 request = LargeRequest(request, body, await read(len(body), partial(_value, kind, body)))
+            elif len(body) < LARGE_BODY and is_suspicious(body):
+                with suppress(ValueError, RecursionError):  # FastAPI tells
+                    check_texts(await request.json())
             return await handler(request)
 
         return handled
