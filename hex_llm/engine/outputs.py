@@ -230,25 +230,23 @@ class _Choice:
     end_is_told: bool = False
 
     def add(self, update: Update, include_stop: bool) -> bool:
-        """Whether it has ended."""
-        text_ids, ended = update.token_ids, update.finish_reason is not None
-        self.token_ids += text_ids
+        """Whether it has ended. If its text cannot be had, nothing has come, no end either."""
+        text_ids, ended, detokenizer = update.token_ids, update.finish_reason is not None, self.detokenizer
+        # Stopped by the engine with a token, it is that token; stopped otherwise, there is none.
+        if update.finish_reason is FinishReason.STOP and not include_stop:
+            text_ids = text_ids[:-1]
+        if detokenizer is not None and (text := detokenizer.add(text_ids, ended=ended)):
+            self.pieces.append(text)
+        self.token_ids += update.token_ids
         if update.logprobs:
             self.logprobs += update.logprobs
         if ended:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_token_id
             self.error, self.error_param, self.error_is_busy = update.error, update.param, update.is_busy
-            # Stopped by the engine with a token, it is that token; stopped otherwise, there is none.
-            if update.finish_reason is FinishReason.STOP and not include_stop:
-                text_ids = text_ids[:-1]
-        if self.detokenizer is None:
-            return ended
-        if text := self.detokenizer.add(text_ids, ended=ended):
-            self.pieces.append(text)
-        if self.detokenizer.stopped_by is not None:
-            self.finish_reason, self.stop_reason = FinishReason.STOP, self.detokenizer.stopped_by
-            del self.token_ids[self.detokenizer.num_tokens :]
-            del self.logprobs[self.detokenizer.num_tokens :]
+        if detokenizer is not None and detokenizer.stopped_by is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, detokenizer.stopped_by
+            del self.token_ids[detokenizer.num_tokens :]
+            del self.logprobs[detokenizer.num_tokens :]
             return True
         return ended
 

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from hex_llm.engine.outputs import OutputCollector, for_engine
 from hex_llm.sampling_params import SamplingParams
+from hex_llm.text.detokenize import Detokenizer
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import FinishReason, Logprob, Request, TokenLogprobs, Update
 from tests.server.fakes import BOS, EOS, FIRST_BYTE, byte_tokenizer, fake_logprobs
@@ -46,6 +48,17 @@ def test_tokens_become_text() -> None:
     assert (output.logprobs, output.cumulative_logprob, output.stop_reason) == (None, None, None)
     assert (request.prompt_token_ids, request.num_cached_tokens, request.finished) == (PROMPT, 2, True)
     assert made.finished
+
+
+def test_a_last_token_without_text_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads gets an error then, which must be the only end."""
+    made = collector(byte_tokenizer())
+    made.add(update(ids_of("h")))
+    made.deltas()
+    monkeypatch.setattr(Detokenizer, "add", Mock(side_effect=RuntimeError))
+    with pytest.raises(RuntimeError):
+        made.add(update(ids_of("i"), LENGTH))
+    assert (made.deltas(), made.finished) == ([], False)
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:

@@ -260,11 +260,10 @@ def scenes(name: str, flags: str, seed: int) -> Iterator[Callable[[], Scene]]:
         rng = random.Random(seed)
 
         def scene() -> Scene:
-            engine = server.engine()
-            engines.add(engine.pid if engine else 0)
-            if len(engines) > MAX_DEATHS:
+            if len(engines) == MAX_DEATHS and server.engine_pid() not in engines:
                 server.restart()
                 engines.clear()
+            engines.add(server.engine_pid())
             return Scene(server, rng, cache or Path(folder))
 
         with server:

@@ -35,7 +35,7 @@ HOST = "127.0.0.1"
 FLAGS = "--max_decode_seqs=16 --max_model_len=2048 --enable_chunked_prefill --max_num_batched_tokens=64"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
-ANSWER = "The capital of France is Paris."
+ANSWER = "The capital of France is Paris."  # in float32: bfloat16 may take "L'Étoile" for as likely
 START_S = 300  # for a first start, which compiles, on a busy machine
 METRICS_S = 30  # for a server that answers anything at all
 GONE_S = 10  # what the processes of a server get to end after it
@@ -121,6 +121,10 @@ class Server:
             return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+    def engine_pid(self) -> int:
+        engine = self.engine()
+        return engine.pid if engine else 0
 
     def engine(self) -> psutil.Process | None:
         for one in self.family():
@@ -314,7 +318,10 @@ async def answers_right(port: int, limit_s: float) -> float | None:
             reply = await asyncio.wait_for(ask(port, CHAT, QUESTION), limit_s)
             if reply.status == 200:
                 said = json.loads(reply.body)["choices"][0]["message"]["content"]
-                return time.monotonic() - begun if said == ANSWER else None
+                if said == ANSWER:
+                    return time.monotonic() - begun
+                print("a wrong answer:", repr(said), flush=True)
+                return None
         await asyncio.sleep(0.2)
     return None
 
