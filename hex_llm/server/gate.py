@@ -33,6 +33,7 @@ from hex_llm.server.problems import Problem
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = "5"
+BUSY_S = 1  # of being told that there are too many requests: one line in the log
 HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     408: {"Connection": "close"},
@@ -76,6 +77,7 @@ class Gate:
         self.metrics = metrics
         key = config.api_key
         self.key_hash = None if key is None else sha256(key.encode()).digest()
+        self.num_refused, self.told_at = 0, 0.0  # since then, for there being too many
         self.paths: dict[str, BodyRoute | None] = {}  # those that are declared, and who answers a POST
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -209,11 +211,22 @@ class Gate:
     def note(self, visit: Visit) -> None:
         visit.route = self.path_of(visit.scope)
         self.metrics.answered(visit.method, visit.route, visit.status)
-        if not self.config.disable_log_requests:
+        if self.config.disable_log_requests:
+            return
+        if visit.status == 429:
+            self.note_busy()
+        else:
             # Who polls would fill the log, also while the server is not ready.
             is_probe = self.is_open(visit.method, visit.scope["path"])
             polled = is_probe or (visit.method == "GET" and (visit.status < 400 or visit.status == 503))
             log.log(logging.DEBUG if polled else logging.INFO, "request", extra={"fields": visit.fields()})
+
+    def note_busy(self) -> None:
+        """A flood may fill neither the log nor the time of those who are served."""
+        self.num_refused += 1
+        if (now := time.monotonic()) - self.told_at >= BUSY_S:
+            log.info("too many requests", extra={"fields": {"refused": self.num_refused}})
+            self.num_refused, self.told_at = 0, now
 
     def path_of(self, scope: Scope) -> str:
         """Of a route; paths of clients would be endless."""

@@ -17,7 +17,7 @@ from hex_llm.config import ServerConfig
 from hex_llm.engine.logs import JsonLines, TextLines
 from hex_llm.engine.outputs import for_engine
 from hex_llm.engine.stats import Timeline, Vitals
-from hex_llm.errors import TimedOut
+from hex_llm.errors import QueueFull, TimedOut
 from hex_llm.server.app import create_app
 from hex_llm.server.gate import MAX_VALUES, VALUES_PER_KEY
 from hex_llm.server.metrics import Metrics
@@ -284,6 +284,18 @@ def test_probes_leave_no_lines(caplog: pytest.LogCaptureFixture, ready: bool) ->
     assert not caplog.records
     ask(backend, "POST", COMPLETIONS, json=HELLO[COMPLETIONS])
     assert len(caplog.records) == 1
+
+
+def test_a_flood_leaves_few_lines(backend: FakeBackend, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hex_llm")
+    app, _ = make(backend)
+    backend.error = QueueFull("full")
+    for _ in range(20):
+        assert asked(app, "POST", COMPLETIONS, json=SLOW).status_code == 429
+    [first, *more] = [record.fields["refused"] for record in caplog.records]  # type: ignore[attr-defined]
+    assert (first, len(more) <= 2) == (1, True)
+    told = b'hex_llm:http_requests_total{method="POST",route="/v1/completions",status="429"} 20.0'
+    assert told in asked(app, "GET", "/metrics").content
 
 
 def test_lines_can_be_turned_off(backend: FakeBackend, caplog: pytest.LogCaptureFixture) -> None:
