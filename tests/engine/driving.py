@@ -11,7 +11,9 @@ from hex_llm.engine.engine import Engine
 from hex_llm.engine.loading import build_engine, open_files
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import Request, Update
+from tests.tiny import Tiny
 
+LLAMA = Tiny("llama", "LlamaForCausalLM")
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 

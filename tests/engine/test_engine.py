@@ -25,19 +25,11 @@ from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.text.grammar import Budget
 from hex_llm.types import FinishReason, Request, Update
-from tests.engine.driving import drive, make_engine, request, tokens
-from tests.tiny import Tiny, greedy_tokens
+from tests.engine.driving import LLAMA, drive, make_engine, request, tokens
+from tests.tiny import greedy_tokens
 
-LLAMA = Tiny("llama", "LlamaForCausalLM")
 PROMPT = LLAMA.prompt()
 FLAGS: dict[str, Any] = {"max_decode_seqs": 32, "decode_seqs_padding": 32, "max_model_len": 128}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    LLAMA.save(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,8 @@ from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.text.grammar import Budget
 from hex_llm.types import FinishReason
-from tests.engine.driving import drive, make_engine, request, tokens
-from tests.tiny import Tiny
+from tests.engine.driving import LLAMA, drive, make_engine, request, tokens
 
-LLAMA = Tiny("llama", "LlamaForCausalLM")
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 STRUCTURED = replace(GREEDY, max_tokens=3, structured_outputs=StructuredOutputs(json_object=True))
 
@@ -56,13 +54,6 @@ class Slow:
     def accept(self, token_id: int) -> bool:
         self.threads.add(threading.current_thread().name)
         return token_id == 5
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    LLAMA.save(path)
-    return path
 
 
 def grammatical(folder: Path, grammars: Any, **flags: Any) -> Engine:

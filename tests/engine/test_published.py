@@ -18,9 +18,7 @@ from hex_llm.sampling_params import SamplingParams
 from hex_llm.scheduling import sequence
 from hex_llm.types import FinishReason
 from tests.engine.driving import drive, make_engine, request, tokens
-from tests.tiny import Tiny
 
-LLAMA = Tiny("llama", "LlamaForCausalLM")
 SECRET, PREFIX = [100 + i for i in range(24)], [3 + i for i in range(20)]
 FLAGS: dict[str, Any] = {"block_size": 8, "max_decode_seqs": 2, "max_model_len": 64, "num_blocks": 40}
 CACHED = {"enable_prefix_cache_hbm": True, "prefix_cache_unit": "block"}
@@ -58,13 +56,6 @@ class Judge:
             for mine, theirs in zip(self._fresh.runner.pages, engine.runner.pages, strict=True):
                 np.testing.assert_allclose(np.asarray(theirs[block]), np.asarray(mine[last]), atol=1e-4)
         return len(published)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    LLAMA.save(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,11 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tests.reliability.serving import (
     COMPLETIONS,
-    FLAGS,
     ROOT,
     Json,
     Reply,
@@ -28,6 +25,7 @@ from tests.reliability.serving import (
     answers_right,
     ask,
     cancelled,
+    judged,
     metrics,
     percentile,
     quantile,
@@ -207,13 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--minutes", type=float, default=30)
     flags.add_argument("--quiet_s", type=float, default=60)
     flags.add_argument("--at_once", type=int, default=8, help="attacks")
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--flags", default=FLAGS, help="of the server")
-    given = flags.parse_args(argv)
-    verdicts = Verdicts()
-    with tempfile.TemporaryDirectory() as folder, Server(given.flags, Path(folder)) as server:
-        asyncio.run(run(server, given, verdicts))
-    return verdicts.conclude()
+    return judged(run, flags, argv)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,8 @@ import argparse
 import asyncio
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
-
-import uvloop
 
 from tests.reliability.serving import (
     COMPLETIONS,
@@ -28,6 +24,7 @@ from tests.reliability.serving import (
     Verdicts,
     answers_right,
     ask_again,
+    judged,
     percentile,
 )
 
@@ -94,8 +91,8 @@ def per_second(replies: list[Reply], begin: float, end: float) -> float:
     return sum(one.completed and begin < one.ended < end for one in replies) / (end - begin)
 
 
-async def run(port: int, given: argparse.Namespace, verdicts: Verdicts) -> None:
-    rng = random.Random(given.seed)
+async def run(server: Server, given: argparse.Namespace, verdicts: Verdicts) -> None:
+    rng, port = random.Random(given.seed), server.port
     assert await answers_right(port, END_S) is not None
     pool, begun = Pool(port), time.monotonic()
     before = await saturated(pool, given.saturate_s, rng)
@@ -131,13 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--minutes", type=float, default=5)
     flags.add_argument("--saturate_s", type=float, default=60)
     flags.add_argument("--min_goodput", type=float, default=0.95, help="as a part of saturation")
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--flags", default=f"{FLAGS} --max_concurrent_requests={MOST}", help="of the server")
-    given = flags.parse_args(argv)
-    verdicts = Verdicts()
-    with tempfile.TemporaryDirectory() as folder, Server(given.flags, Path(folder)) as server:
-        uvloop.run(run(server.port, given, verdicts))  # clients share the machine with the server
-    return verdicts.conclude()
+    return judged(run, flags, argv, f"{FLAGS} --max_concurrent_requests={MOST}")
 
 
 if __name__ == "__main__":

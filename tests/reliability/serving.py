@@ -6,6 +6,7 @@ All times are of the monotonic clock.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import http.client
 import json
@@ -17,8 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 from tests.server.fakes import seconds_until_gone
 
@@ -419,6 +422,21 @@ class Verdicts:
         """The exit code."""
         print(json.dumps({"failed": self.failed, **self.seen}), flush=True)
         return 1 if self.failed else 0
+
+
+def judged(
+    run: Callable[[Server, argparse.Namespace, Verdicts], Coroutine[Any, Any, None]],
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    flags: str = FLAGS,
+) -> int:
+    """Runs it with a server and the program's arguments; the exit code. The loop is a light one."""
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--flags", default=flags, help="of the server")
+    given, verdicts = parser.parse_args(argv), Verdicts()
+    with tempfile.TemporaryDirectory() as folder, Server(given.flags, Path(folder)) as server:
+        uvloop.run(run(server, given, verdicts))
+    return verdicts.conclude()
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:

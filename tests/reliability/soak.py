@@ -10,15 +10,12 @@ import asyncio
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 
 from tests.reliability.serving import (
     CHAT,
     COMPLETIONS,
-    FLAGS,
     Json,
     Reply,
     Sample,
@@ -28,6 +25,7 @@ from tests.reliability.serving import (
     ask,
     cancelled,
     held,
+    judged,
     metrics,
     sampled,
     total,
@@ -150,13 +148,7 @@ def judge_processes(
 def main(argv: list[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--minutes", type=float, default=60)
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--flags", default=FLAGS, help="of the server")
-    given = flags.parse_args(argv)
-    verdicts = Verdicts()
-    with tempfile.TemporaryDirectory() as folder, Server(given.flags, Path(folder)) as server:
-        asyncio.run(run(server, given, verdicts))
-    return verdicts.conclude()
+    return judged(run, flags, argv)
 
 
 if __name__ == "__main__":
