@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from hex_llm.config import EngineConfig, ServerConfig
-from hex_llm.engine.client import EngineClient
 from hex_llm.errors import ConfigError, ModelError
+from hex_llm.frontend.client import EngineClient
 from hex_llm.launch import local
 from tests.server.fakes import FAILS_TO_STEP, HANGS, byte_tokenizer, fake_worker, seconds_until_gone
 from tests.tiny import FAMILIES, greedy_tokens

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import pytest
 
-from hex_llm.engine import programs
-from hex_llm.engine.slots import SlotLayout
+from hex_llm.execution import programs
+from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import experts, reference
 from hex_llm.models.families import model_spec
 from hex_llm.parallel.shardings import make_mesh

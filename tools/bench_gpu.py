@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from hex_llm import LLM, SamplingParams
-from hex_llm.engine.stats import Stats
+from hex_llm.ipc.stats import Stats
 from hex_llm.types import Update
 from tools.gpu_common import (
     FIRST,

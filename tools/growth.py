@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from hex_llm import LLM
-from hex_llm.engine.memory import account
+from hex_llm.execution.memory import account
 from tools.gpu_common import write_model
 from tools.gpu_steps import compile_all, decode_plan, repeated
 

@@ -4,7 +4,7 @@
 
 Weights and pages are only described. Besides the steps there are, as `parts`, kernels alone in the shapes of
 other models. Where the `libtpu` package is installed (x86-64 Linux), the real compiler runs, for the programs
-that engine/runner.py compiles, each in its own process; elsewhere they are lowered for TPUs, which proves
+that execution/runner.py compiles, each in its own process; elsewhere they are lowered for TPUs, which proves
 tracing and the kernel's lowering, and nothing about memory or speed. It needs jax, numpy and msgspec.
 """
 
@@ -39,10 +39,10 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hex_llm.engine import programs
-from hex_llm.engine.batch import StepShape
-from hex_llm.engine.programs import Described
-from hex_llm.engine.slots import SlotLayout
+from hex_llm.execution import programs
+from hex_llm.execution.batch import StepShape
+from hex_llm.execution.programs import Described
+from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import tpu, tpu_experts
 from hex_llm.models.params import Param, abstract_weights
 from hex_llm.models.spec import ModelSpec
@@ -121,7 +121,7 @@ def described_weights(spec: ModelSpec, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def setting_of(spec: ModelSpec, mesh: Mesh | AbstractMesh, chip: Chip, sizes: Sizes) -> programs.Setting:
-    """As engine/runner.py sets it on a TPU; kernels see the mesh as one of `chip`s."""
+    """As execution/runner.py sets it on a TPU; kernels see the mesh as one of `chip`s."""
     masks = [layer.mask for layer in spec.layers]
     num_kv_heads = spec.num_kv_heads // mesh.size
     fits = tpu.can_attend(num_kv_heads, spec.head_dim, sizes.block_size, masks, DTYPE)

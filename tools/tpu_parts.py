@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hex_llm.engine.batch import StepShape, unpack
-from hex_llm.engine.programs import Described
+from hex_llm.execution.batch import StepShape, unpack
+from hex_llm.execution.programs import Described
 from hex_llm.kernels import tpu
 from hex_llm.kernels.attention import Mask
 from hex_llm.kernels.int8 import int8_matmul

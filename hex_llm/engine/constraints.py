@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hex_llm.engine.batch import Ints
+from hex_llm.execution.batch import Ints
 from hex_llm.text.bad_words import BadWords
 from hex_llm.types import Request
 

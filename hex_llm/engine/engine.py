@@ -17,16 +17,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hex_llm.admission import Limits, check_request, max_len_of, narrowing_field
 from hex_llm.config import EngineConfig
-from hex_llm.engine.admission import Limits, check_request, max_len_of, narrowing_field
-from hex_llm.engine.batch import Ints
 from hex_llm.engine.constraints import Constraint, TokenRules
 from hex_llm.engine.masks import MaskPool
-from hex_llm.engine.results import unpack_choice
-from hex_llm.engine.runner import CompiledLate, InFlight, Runner
-from hex_llm.engine.stats import Stats
-from hex_llm.engine.work import Work
 from hex_llm.errors import InvalidRequest, QueueFull
+from hex_llm.execution.batch import Ints
+from hex_llm.execution.flops import Work
+from hex_llm.execution.results import unpack_choice
+from hex_llm.execution.runner import CompiledLate, InFlight, Runner
+from hex_llm.ipc.stats import Stats
 from hex_llm.models.spec import ModelSpec
 from hex_llm.scheduling.blocks import BlockPool, root_key
 from hex_llm.scheduling.scheduler import Scheduler, StepLimits

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hex_llm.config import EngineConfig
-from hex_llm.engine.batch import Paddings
 from hex_llm.engine.engine import Engine
-from hex_llm.engine.memory import account, explained, num_kv_blocks
-from hex_llm.engine.runner import Runner, keep_compiled
 from hex_llm.errors import ConfigError
+from hex_llm.execution.batch import Paddings
+from hex_llm.execution.memory import account, explained, num_kv_blocks
+from hex_llm.execution.runner import Runner, keep_compiled
 from hex_llm.models.families import model_spec
 from hex_llm.parallel.shardings import make_mesh
 from hex_llm.text.grammar import GrammarFactory

@@ -9,9 +9,9 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count
 
-from hex_llm.engine.batch import Ints
 from hex_llm.engine.constraints import Matcher
 from hex_llm.errors import HexError
+from hex_llm.execution.batch import Ints
 from hex_llm.text.grammar import give_way
 
 NICENESS = 5  # steps come first

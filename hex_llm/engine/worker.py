@@ -1,4 +1,4 @@
-"""An engine's process: `python -m hex_llm.engine.worker FOLDER`, started by `engine/client.py`.
+"""An engine's process: `python -m hex_llm.engine.worker FOLDER`, started by `frontend/client.py`.
 
 Takes commands from a socket in FOLDER, steps while there is work, and reports each step in one message. Ends
 with its parent, whose death closes the pipe on standard input, on Shutdown, and when loading or a step fails.
@@ -24,10 +24,10 @@ from typing import Protocol
 import zmq
 from tqdm import tqdm
 
+from hex_llm.admission import Limits
 from hex_llm.config import EngineConfig
-from hex_llm.engine.admission import Limits
-from hex_llm.engine.logs import log_from
-from hex_llm.engine.protocol import (
+from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.ipc.protocol import (
     MAX_COMMAND,
     MAX_REPORT,
     Abort,
@@ -49,9 +49,9 @@ from hex_llm.engine.protocol import (
     report_address,
     set_limits,
 )
-from hex_llm.engine.pulse import BEAT_S, Pulse
-from hex_llm.engine.stats import Stats
-from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.ipc.pulse import BEAT_S, Pulse
+from hex_llm.ipc.stats import Stats
+from hex_llm.logs import log_from
 from hex_llm.types import Request, Update
 
 log = logging.getLogger(__name__)

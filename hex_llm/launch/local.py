@@ -18,10 +18,10 @@ from types import FrameType
 import uvicorn
 
 from hex_llm.config import EngineConfig, ServerConfig
-from hex_llm.engine.client import EngineClient
-from hex_llm.engine.logs import log_from
 from hex_llm.errors import ConfigError, HexError, ModelError
+from hex_llm.frontend.client import EngineClient
 from hex_llm.launch.connection import SEND_BUFFER, connection
+from hex_llm.logs import log_from
 from hex_llm.server.app import create_app
 from hex_llm.server.gate import MAX_HEAD
 from hex_llm.server.metrics import Metrics

@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 
 from hex_llm.config import ServerConfig
-from hex_llm.engine.generation import Generation
-from hex_llm.engine.outputs import Delta
 from hex_llm.errors import HexError, InvalidRequest, QueueFull, UnknownModel
+from hex_llm.frontend.generation import Generation
+from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.body import shown
 from hex_llm.server.encoding import Whole, reply_of

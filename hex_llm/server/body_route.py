@@ -13,8 +13,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
-from hex_llm.engine.beside import read
 from hex_llm.errors import InvalidRequest
+from hex_llm.frontend.beside import read
 from hex_llm.server.body import Body, check_texts, is_suspicious, parse
 from hex_llm.server.problems import problem_of
 

@@ -14,10 +14,10 @@ from itertools import islice
 from typing import Any
 
 from hex_llm.config import ServerConfig
-from hex_llm.engine.beside import LONG_TEXT, read
-from hex_llm.engine.generation import Generation
-from hex_llm.engine.outputs import Delta
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError
+from hex_llm.frontend.beside import LONG_TEXT, read
+from hex_llm.frontend.generation import Generation
+from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server import logprobs
 from hex_llm.server.backend import Backend, answer, check_model, size_of

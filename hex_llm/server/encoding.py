@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from hex_llm.engine.beside import shaped
+from hex_llm.frontend.beside import shaped
 
 AT_A_TIME = 256  # items
 BLOCK = 256 << 10  # bytes of a body that are sent at a time

@@ -22,8 +22,8 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hex_llm.config import ServerConfig
-from hex_llm.engine.stats import Timeline
 from hex_llm.errors import HexError
+from hex_llm.ipc.stats import Timeline
 from hex_llm.server import page
 from hex_llm.server.backend import Backend
 from hex_llm.server.body_route import BodyRoute

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hex_llm.engine.outputs import Delta
+from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import MAX_INT
 from hex_llm.server.encoding import Listed
 from hex_llm.text.tokenizer import Tokenizer

@@ -15,8 +15,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from hex_llm.config import ServerConfig
-from hex_llm.engine.beside import read
-from hex_llm.engine.outputs import Named
+from hex_llm.frontend.beside import read
+from hex_llm.frontend.outputs import Named
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server import logprobs
 from hex_llm.server.backend import Backend, answer, check_model, size_of, together, unless_gone

@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hex_llm.engine.generation import Generation
 from hex_llm.errors import InvalidRequest
+from hex_llm.frontend.generation import Generation
 from hex_llm.server.backend import Backend
 from hex_llm.server.encoding import encode
 from hex_llm.server.schemas import OpenAIRequest, StreamOptions

@@ -16,8 +16,8 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from hex_llm.config import ServerConfig
-from hex_llm.engine.beside import read, shaped
 from hex_llm.errors import InvalidRequest
+from hex_llm.frontend.beside import read, shaped
 from hex_llm.server.backend import Backend, answer, raise_failure, size_of, unless_gone
 from hex_llm.server.body_route import BodyRoute
 from hex_llm.server.chat import Talk, prepare

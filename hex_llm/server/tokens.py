@@ -15,8 +15,8 @@ from fastapi import APIRouter, Request, Response
 
 from hex_llm import __version__
 from hex_llm.config import ServerConfig
-from hex_llm.engine.beside import read, shaped
 from hex_llm.errors import InvalidRequest
+from hex_llm.frontend.beside import read, shaped
 from hex_llm.sampling_params import MAX_INT
 from hex_llm.server.backend import Backend
 from hex_llm.server.body import Body, TokenIds, parse

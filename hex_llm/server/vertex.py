@@ -17,9 +17,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from hex_llm.config import ServerConfig
-from hex_llm.engine.beside import shaped
-from hex_llm.engine.outputs import Delta
 from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.frontend.beside import shaped
+from hex_llm.frontend.outputs import Delta
 from hex_llm.server import logprobs, tgi, tgi_schemas
 from hex_llm.server.backend import Backend, answer, size_of, together, unless_gone
 from hex_llm.server.body import Kind, not_built, parse, shown

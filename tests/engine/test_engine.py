@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from hex_llm.engine import engine as engine_module
-from hex_llm.engine import programs
-from hex_llm.engine.batch import StepShape
 from hex_llm.engine.engine import NO_TOKEN, Engine
-from hex_llm.engine.programs import AddLogprobs, Adjust, Choose, Write
-from hex_llm.engine.sampling import WAYS
 from hex_llm.errors import InvalidRequest, QueueFull
+from hex_llm.execution import programs
+from hex_llm.execution.batch import StepShape
+from hex_llm.execution.programs import AddLogprobs, Adjust, Choose, Write
+from hex_llm.execution.sampling import WAYS
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.text.grammar import Budget
 from hex_llm.types import FinishReason, Request, Update

@@ -19,7 +19,7 @@ from tests.weights.hub_server import Hub, running
 SERVER = """
 import asyncio, sys, psutil
 from hex_llm.config import EngineConfig
-from hex_llm.engine.client import EngineClient
+from hex_llm.frontend.client import EngineClient
 from tests.server.fakes import fake_worker
 
 LOAD = f'''(print(config.model, config.tokenizer, flush=True),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hex_llm.engine.engine import Choice, Engine
-from hex_llm.engine.runner import CompiledLate
+from hex_llm.execution.runner import CompiledLate
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.scheduling import sequence
 from hex_llm.types import FinishReason

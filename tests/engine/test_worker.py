@@ -21,7 +21,7 @@ import pytest
 import zmq
 
 from hex_llm.config import EngineConfig
-from hex_llm.engine.protocol import (
+from hex_llm.ipc.protocol import (
     MAX_COMMAND,
     Abort,
     Add,
@@ -269,7 +269,7 @@ def test_a_worker_does_not_outlive_its_parent(load: str) -> None:
 PARENT = """
 import asyncio, sys
 from hex_llm.config import EngineConfig
-from hex_llm.engine.client import EngineClient
+from hex_llm.frontend.client import EngineClient
 from tests.server.fakes import *
 
 async def run():

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as bundled
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from hex_llm.engine.batch import StepShape, pack, unpack
+from hex_llm.execution.batch import StepShape, pack, unpack
 from hex_llm.kernels import reference, tpu
 from hex_llm.kernels.attention import Batch, Mask
 from hex_llm.types import Chunk, StepPlan

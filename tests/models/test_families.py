@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hex_llm import LLM, SamplingParams
-from hex_llm.engine.batch import StepShape
 from hex_llm.engine.engine import Engine
+from hex_llm.execution.batch import StepShape
 from hex_llm.models import decoder
 from hex_llm.types import Request
 from tests.engine.driving import drive

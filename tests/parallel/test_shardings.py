@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hex_llm import LLM
-from hex_llm.engine.batch import StepShape
+from hex_llm.execution.batch import StepShape
 from hex_llm.models.spec import ModelSpec
 from tests.tiny import LLAMA4, MOE, Tiny
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent.parent
 SERVER = """
 import cProfile, time
 from hex_llm.config import EngineConfig, ServerConfig
-from hex_llm.engine import client
+from hex_llm.frontend import client
 from hex_llm.launch import local
 from tests.server.fakes import byte_tokenizer, fake_worker
 

@@ -14,10 +14,10 @@ import pytest
 from fastapi import FastAPI
 
 from hex_llm.config import ServerConfig
-from hex_llm.engine.logs import JsonLines, TextLines
-from hex_llm.engine.outputs import for_engine
-from hex_llm.engine.stats import Timeline, Vitals
 from hex_llm.errors import QueueFull, TimedOut
+from hex_llm.frontend.outputs import for_engine
+from hex_llm.ipc.stats import Timeline, Vitals
+from hex_llm.logs import JsonLines, TextLines
 from hex_llm.server.app import create_app
 from hex_llm.server.gate import MAX_VALUES, VALUES_PER_KEY
 from hex_llm.server.metrics import Metrics

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from hex_llm.config import ServerConfig
-from hex_llm.engine import beside
+from hex_llm.frontend import beside
 from hex_llm.server.app import create_app
 from hex_llm.types import FinishReason, Request, Update
 from tests.server.asking import CHAT, COMPLETIONS, GENERATE, HELLO, JSON, ask, post, refusal, stream

@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from hex_llm.engine.beside import read
 from hex_llm.errors import InvalidRequest
+from hex_llm.frontend.beside import read
 from hex_llm.text import bpe
 from hex_llm.text.tokenizer import Fast, Tokenizer
 from tests.server.lag import like_a_server, watched

@@ -1,0 +1,234 @@
+"""What runs on the devices, as traced functions: one step of the model, and the choice of tokens after it.
+
+They are two programs, not one: a step exists for every shape, the choice only for a few numbers of rows, and
+together they would take half as long again to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hex_llm.execution.batch import StepShape, unpack
+from hex_llm.execution.results import CHOICE_SIZE, pack_choices, pack_logprobs
+from hex_llm.execution.sampling import Chosen, Wants, adjusted, choose, logprobs_of, no_logprobs, tokens
+from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens
+from hex_llm.kernels.attention import PagedAttention
+from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.models import decoder
+from hex_llm.models.params import Weights
+from hex_llm.models.spec import ModelSpec
+from hex_llm.parallel.shardings import PAGES, TP
+
+Pages = list[jax.Array]
+Program = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Choose:
+    """The choice of tokens for so many rows: whatever they want; or, in one of sampling.WAYS, of logits that
+    may come from Adjust, without log-probabilities."""
+
+    num_rows: int
+    way: Wants | None = None
+
+
+@dataclass(frozen=True)
+class Adjust:
+    """The logits of so many rows, with bias, penalties and masks."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class AddLogprobs:
+    """Log-probabilities for what was chosen for so many rows."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Write:
+    """A write to so many slots: their whole rows, or which tokens may come next."""
+
+    columns: Literal["all", "allowed"]
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    num_rows: int
+
+
+Key = StepShape | Choose | Adjust | AddLogprobs | Write | PromptLogprobs
+
+
+class Setting(NamedTuple):
+    """What all programs of an engine have in common."""
+
+    spec: ModelSpec
+    mesh: Mesh
+    layout: SlotLayout
+    attend: PagedAttention
+    visit: RoutedExperts
+
+
+class Described(NamedTuple):
+    """A program for the compiler."""
+
+    function: Program
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...]  # arguments that it may reuse
+    placed: Any  # where its results lie, each of them
+
+
+def described(key: Key, setting: Setting, weights: Weights, pages: Pages, slots: jax.Array) -> Described:
+    """Weights, pages and slots need not exist: their shapes and where they lie are enough."""
+    spec, mesh, layout, attend, visit = setting
+    whole = NamedSharding(mesh, P())
+    logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
+
+    def logits(num_rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_rows, spec.vocab_size), jnp.float32, sharding=logits_lie)
+
+    match key:
+        case StepShape():
+            step = partial(forward, shape=key, spec=spec, layout=layout, attend=attend, visit=visit)
+            hidden = whole if key.num_prefills else None
+            results = (logits_lie, whole, hidden, [NamedSharding(mesh, PAGES)] * len(pages))
+            return Described(step, (weights, pages, slots, _ints(key.packed_size)), (1,), results)
+        case Choose(num_rows, way):
+            chosen = partial(choose_tokens, layout=layout, way=way)
+            return Described(chosen, (slots, logits(num_rows), _ints(3, num_rows)), (0,), (whole, whole))
+        case Adjust(num_rows):
+            adjust = partial(adjusted_logits, layout=layout)
+            return Described(adjust, (slots, logits(num_rows), _ints(3, num_rows)), (), logits_lie)
+        case AddLogprobs(num_rows):
+            choices = _ints(num_rows, CHOICE_SIZE)
+            return Described(add_logprobs, (logits(num_rows), choices), (1,), whole)
+        case Write(columns, num_rows):
+            part = slice(0, layout.width) if columns == "all" else layout.allowed
+            write = partial(write_rows, first_column=part.start)
+            values = _ints(num_rows, part.stop - part.start)
+            return Described(write, (slots, _ints(num_rows), values), (0,), whole)
+        case PromptLogprobs(num_rows):
+            hidden_rows = jax.ShapeDtypeStruct((num_rows, spec.hidden_size), pages[0].dtype)
+            logprobs = partial(prompt_logprobs, spec=spec)
+            return Described(logprobs, (weights, hidden_rows, _ints(num_rows)), (), whole)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def forward(
+    weights: Weights,
+    pages: Pages,
+    slots: jax.Array,
+    packed: jax.Array,
+    *,
+    shape: StepShape,
+    spec: ModelSpec,
+    layout: SlotLayout,
+    attend: PagedAttention,
+    visit: RoutedExperts,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, Pages]:
+    """What a step leaves for the choice of tokens, and the pages. R is shape.num_choices.
+
+    logits [R, V] float32 at the last token of each row; rows [3, R]: its slot, the slot where the choice goes
+    (padding's if it is not wanted), the number of tokens before the choice; and, for those who want the log-
+    probabilities of their prompt, hidden [T, D] of the prefilled tokens.
+    """
+    inputs = unpack(packed, shape)
+    batch = inputs.batch
+    token_ids = SlotRows(layout, slots, inputs.slots).token_at(batch.sequences, batch.positions)
+    hidden, pages = decoder.forward(spec, weights, token_ids, inputs.spans, pages, batch, attend, visit)
+    logits = decoder.logits(spec, weights, hidden[inputs.last_tokens])
+    num_tokens = batch.positions[inputs.last_tokens] + 1
+    rows = jnp.stack([inputs.slots, inputs.chosen_slots, num_tokens])
+    more = shape.num_choices - shape.num_rows
+    logits, rows = jnp.pad(logits, ((0, more), (0, 0))), jnp.pad(rows, ((0, 0), (0, more)))
+    return logits, rows, hidden[shape.num_decodes :] if shape.num_prefills else None, pages
+
+
+def choose_tokens(
+    slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout, way: Wants | None
+) -> tuple[jax.Array, jax.Array]:
+    """Packed choices (results.py), and the slots with the chosen tokens appended."""
+    own, chosen_slots, num_tokens = rows
+    remembered = SlotRows(layout, slots, own)
+    asked = remembered.sampling(num_tokens)
+    if way is None:
+        chosen = choose(logits, asked, remembered)
+    else:
+        chosen = Chosen(tokens(logits, asked, way), *no_logprobs(len(logits)))
+    return pack_choices(chosen), append_tokens(layout, slots, chosen_slots, num_tokens, chosen.token_ids)
+
+
+def adjusted_logits(slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout) -> jax.Array:
+    own, _, num_tokens = rows
+    remembered = SlotRows(layout, slots, own)
+    return adjusted(logits, remembered.sampling(num_tokens), remembered, branches=False)
+
+
+def add_logprobs(logits: jax.Array, choices: jax.Array) -> jax.Array:
+    """The model's own, before anything was adjusted."""
+    token_ids = choices[:, 0]
+    return pack_choices(Chosen(token_ids, *logprobs_of(logits, token_ids)))
+
+
+def prompt_logprobs(
+    weights: Weights, hidden: jax.Array, following: jax.Array, *, spec: ModelSpec
+) -> jax.Array:
+    """hidden [N, D] of some tokens, following [N] the tokens after them -> packed log-probabilities."""
+    return pack_logprobs(logprobs_of(decoder.logits(spec, weights, hidden), following))
+
+
+def write_rows(slots: jax.Array, which: jax.Array, values: jax.Array, *, first_column: int) -> jax.Array:
+    return slots.at[which, first_column : first_column + values.shape[1]].set(values)
+
+
+def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:
+    """Each device attends with its own KV heads; nothing is exchanged."""
+    if mesh.size == 1:
+        return attend
+    q, kv, whole = P(None, TP, None, None), P(None, TP, None), P()
+
+    def split(*arrays: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        local = jax.shard_map(
+            partial(attend, **options),
+            mesh=mesh,
+            in_specs=(q, kv, kv, PAGES, whole),
+            out_specs=(q, PAGES),
+            check_vma=False,
+        )
+        out: tuple[jax.Array, jax.Array] = local(*arrays)
+        return out
+
+    return split
+
+
+def split_by_width(visit: RoutedExperts, mesh: Mesh) -> RoutedExperts:
+    """Each device has its own part of every expert's width; what they say is summed over the devices."""
+    if mesh.size == 1:
+        return visit
+    whole, gate_up, down = P(), P(None, None, TP, None), P(None, None, TP)
+
+    def split(*arrays: Any, **options: Any) -> jax.Array:
+        def local(*arrays: Any) -> jax.Array:
+            return jax.lax.psum(visit(*arrays, **options), TP)
+
+        specs = (whole, whole, whole, gate_up, down)
+        out: jax.Array = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(
+            *arrays
+        )
+        return out
+
+    return split

@@ -1,0 +1,362 @@
+"""Runs steps: owns the weights, the KV pages, the slots, and the compiled programs.
+
+Everything that runs on the devices is compiled ahead of time for a closed set of shapes. A step that is sent
+off (`dispatch`) runs while the host goes on; `read` waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, reduce
+from operator import or_
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+from hex_llm.errors import HexError
+from hex_llm.execution import programs
+from hex_llm.execution.batch import Ints, Paddings, StepShape, pack
+from hex_llm.execution.executable_cache import KeptPrograms
+from hex_llm.execution.profile import Recorder
+from hex_llm.execution.programs import AddLogprobs, Adjust, Choose, Key, Pages, Program, PromptLogprobs, Write
+from hex_llm.execution.results import unpack_logprobs
+from hex_llm.execution.sampling import WAYS, Wants, way_of
+from hex_llm.execution.slots import SlotLayout
+from hex_llm.kernels import cpu, cpu_experts, experts, gpu, gpu_experts, reference, tpu, tpu_experts
+from hex_llm.kernels.attention import PagedAttention
+from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.models.params import Weights, in_panels
+from hex_llm.models.spec import ModelSpec
+from hex_llm.parallel.shardings import PAGES
+from hex_llm.types import StepPlan, TokenLogprobs
+from hex_llm.weights.source import private_folder
+
+log = logging.getLogger(__name__)
+
+KEPT_S = 0.05  # what takes longer to compile is kept
+PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
+# Every stretch of a decode's kernels is a CUDA graph: of one row's step, 5 % of the time lay between kernels.
+# Elsewhere there are none: the more graphs exist, the longer each takes (docs/kernels.md).
+GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
+NO_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1_000_000}
+# cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md).
+UNTRIED_PRODUCTS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+
+
+class CompiledLate(HexError):
+    """A program would have to be compiled after the warm-up, and --recompile=error forbids it."""
+
+
+class InFlight(NamedTuple):
+    """A step that was sent off."""
+
+    plan: StepPlan
+    shape: StepShape
+    choices: jax.Array
+    hidden: jax.Array | None
+
+
+class Runner:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        mesh: Mesh,
+        paddings: Paddings,
+        num_blocks: int,
+        dtype: np.dtype[Any],
+        kept_in: Path | None = None,
+    ) -> None:
+        """`kept_in` is a folder for compiled programs."""
+        config = paddings.config
+        width = cpu_panel_width(spec, mesh, dtype)
+        self.weights = weights if width is None else in_panels(weights, width)
+        self.spec, self.mesh, self.dtype = spec, mesh, dtype
+        self._platform = _platform(mesh)
+        self.paddings, self.config = paddings, config
+        self.pages = allocate_pages(spec, mesh, num_blocks, config.block_size, dtype)
+        self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
+        self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
+        self._wants = [0] * self.layout.num_slots  # of each slot, as plain numbers: flags are slow to combine
+        # Where branches cost little, one program chooses tokens, whatever is wanted.
+        self._branches = self._platform != "gpu"
+        self.num_late_compiles = 0
+        self.is_compiling = False
+        self._is_warm = False
+        # Accelerators round the factors of a float32 product to fewer bits unless told not to.
+        self._precision = "highest" if dtype == np.float32 else "default"
+        attend: PagedAttention = cpu.paged_attention
+        visit: RoutedExperts = cpu_experts.visit
+        if width is None:
+            attend = accelerated_attention(spec, mesh, config.block_size, dtype)
+            visit = accelerated_experts(spec, mesh, dtype)
+        self._setting = programs.Setting(
+            spec,
+            mesh,
+            self.layout,
+            programs.split_by_head(attend, mesh),
+            programs.split_by_width(visit, mesh),
+        )
+        self._programs: dict[Key, Program] = {}
+        self._kept = None if kept_in is None else self._kept_programs(kept_in)
+        self.recorder = Recorder(config.profile)
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Sends a step off."""
+        with self.recorder.step():
+            return self._dispatch(plan)
+
+    def _dispatch(self, plan: StepPlan) -> InFlight:
+        shape = self.paddings.shape(plan)
+        step = self._program(shape)
+        with self.recorder.phase("pack"):
+            packed = pack(plan, shape, self.config.block_size)
+        logits, rows, hidden, self.pages = step(self.weights, self.pages, self.slots, packed)
+        wanted = reduce(or_, (self._wants[chunk.slot] for chunk in plan.chunks))
+        choices = self._choose(logits, rows, Wants(wanted))
+        choices.copy_to_host_async()
+        return InFlight(plan, shape, choices, hidden)
+
+    def _choose(self, logits: jax.Array, rows: jax.Array, wanted: Wants) -> jax.Array:
+        num_rows, adjusted = len(logits), logits
+        if self._branches:
+            choices, self.slots = self._program(Choose(num_rows))(self.slots, logits, rows)
+            return choices
+        if Wants.ADJUSTED in wanted:
+            adjusted = self._program(Adjust(num_rows))(self.slots, logits, rows)
+        choose = self._program(Choose(num_rows, way_of(wanted)))
+        choices, self.slots = choose(self.slots, adjusted, rows)
+        if Wants.LOGPROBS in wanted:
+            choices = self._program(AddLogprobs(num_rows))(logits, choices)
+        return choices
+
+    def read(self, step: InFlight) -> Ints:
+        """Waits for a step; one row (results.py) for each of the plan's."""
+        with self.recorder.phase("wait"):
+            choices, first = np.asarray(step.choices), step.shape.num_decodes
+        self.recorder.read_step()
+        return np.concatenate(
+            [choices[: len(step.plan.decodes)], choices[first : first + len(step.plan.prefills)]]
+        )
+
+    def prompt_logprobs(self, step: InFlight, row: int, following: Ints, num_top: int) -> list[TokenLogprobs]:
+        """Of the tokens that follow the first tokens of a step's prefill. Rare, so the host hands pieces of
+        one size to one program instead of every step carrying the work along."""
+        chunks = step.plan.prefills[: row - len(step.plan.decodes)]
+        start = sum(chunk.num_tokens for chunk in chunks)
+        hidden = np.asarray(step.hidden)[start : start + len(following)]
+        program, found = self._program(PromptLogprobs(PROMPT_ROWS)), []
+        for i in range(0, len(following), PROMPT_ROWS):
+            part = [_padded(x[i : i + PROMPT_ROWS], PROMPT_ROWS) for x in (hidden, following)]
+            found.append(np.asarray(program(self.weights, *part))[: len(following) - i])
+        return [unpack_logprobs(one, num_top) for piece in found for one in piece]
+
+    def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
+        """Whole rows of slots, before the next step."""
+        for slot, record in records:
+            self._wants[slot] = int(self.layout.wants(record))
+        self._write("all", records)
+
+    def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
+        """Which tokens may come next in some slots."""
+        self._write("allowed", words)
+
+    def warm_up(self, progress: bool = False) -> None:
+        """Compiles every program that can be needed; on accelerators, also runs each step once."""
+        keys = self.all_programs()
+        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+            compiled = compilers.map(self._program, keys)
+            list(tqdm(compiled, "Compiling", len(keys), disable=not progress))
+        if self._platform != "cpu":
+            self._run_all()
+        self._is_warm = True
+
+    def all_programs(self) -> list[Key]:
+        """The large ones first, so that no thread is left with one at the end."""
+        shapes = self.paddings.all_shapes()
+        most = self.config.max_decode_seqs
+        sizes = sorted({_write_size(n, most) for n in range(1, most + 1)})
+        rows = sorted({shape.num_choices for shape in shapes})
+        kinds: list[Callable[[int], Key]] = [Choose]
+        if not self._branches:
+            kinds = [*(partial(Choose, way=way) for way in reversed(WAYS)), AddLogprobs, Adjust]
+        choices = [kind(n) for kind in kinds for n in reversed(rows)]
+        writes = [Write("all", n) for n in sizes] + [Write("allowed", n) for n in sizes]
+        return [*choices, *reversed(shapes), PromptLogprobs(PROMPT_ROWS), *writes]
+
+    def temporary_bytes(self) -> int:
+        """What the largest program that was compiled needs besides weights, pages and slots."""
+        known = [p.memory_analysis() for p in self._programs.values() if hasattr(p, "memory_analysis")]
+        return max(
+            (m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in known if m),
+            default=0,
+        )
+
+    # ---- programs
+
+    def _program(self, key: Key) -> Program:
+        if key in self._programs:
+            return self._programs[key]
+        if self._is_warm and self.config.enable_jit:
+            self.num_late_compiles += 1
+            if self.config.recompile == "error":
+                raise CompiledLate(f"{key} was not compiled at the start, and --recompile=error")
+            log.warning("compiling %s after the warm-up", key)
+        self.is_compiling = True
+        try:
+            program = self._compile(key) if self.config.enable_jit else self._op_by_op(key)
+        finally:
+            self.is_compiling = False
+        self._programs[key] = program
+        return program
+
+    def _compile(self, key: Key) -> Any:
+        function, arguments, donated, placed = self._described(key)
+        if self._kept is not None and (kept := self._kept.load(repr(key), arguments, placed)) is not None:
+            return kept
+        with jax.default_matmul_precision(self._precision):
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=placed)
+            compiled = jitted.lower(*arguments).compile(compiler_options=self._options(key))
+        if self._kept is not None:
+            self._kept.save(repr(key), compiled)
+        return compiled
+
+    def _kept_programs(self, folder: Path) -> KeptPrograms:
+        held = jax.tree.map(
+            lambda x: (x.shape, x.dtype.name, str(x.sharding)), (self.weights, self.pages, self.slots)
+        )
+        setting = (self.spec, self.layout, self.config.block_size, self._precision, held)
+        return KeptPrograms(folder, list(self.mesh.devices.flat), *setting)
+
+    def _options(self, key: Key) -> dict[str, Any] | None:
+        if self._platform != "gpu":
+            return None
+        if not isinstance(key, StepShape) or key.num_prefills:
+            return NO_GRAPHS | UNTRIED_PRODUCTS
+        # One row's products are worth trying: there XLA's own kernels are the fastest.
+        return GRAPHS if key.num_tokens == 1 else GRAPHS | UNTRIED_PRODUCTS
+
+    def _op_by_op(self, key: Key) -> Program:
+        function = self._described(key).function
+
+        def run(*arguments: Any) -> Any:
+            with jax.disable_jit(), jax.default_matmul_precision(self._precision):
+                return function(*jax.tree.map(jnp.asarray, arguments))
+
+        return run
+
+    def _described(self, key: Key) -> programs.Described:
+        return programs.described(key, self._setting, self.weights, self.pages, self.slots)
+
+    def _write(self, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> None:
+        if not rows:
+            return
+        num_rows = _write_size(len(rows), self.config.max_decode_seqs)
+        # What is left over repeats the first: a write of the same to the same place.
+        padded = [*rows, *[rows[0]] * (num_rows - len(rows))]
+        which = np.array([slot for slot, _ in padded], np.int32)
+        self.slots = self._program(Write(columns, num_rows))(
+            self.slots, which, np.stack([values for _, values in padded])
+        )
+
+    def _run_all(self) -> None:
+        """Loads every program onto the devices and proves that its memory is there; padding alone runs."""
+        wants = [Wants(0)] if self._branches else [*WAYS, Wants.ADJUSTED | Wants.LOGPROBS]
+        chosen_for: set[int] = set()  # numbers of rows, which shapes share
+        for shape in self.paddings.all_shapes():
+            packed = np.zeros(shape.packed_size, np.int32)
+            logits, rows, _, self.pages = self._program(shape)(self.weights, self.pages, self.slots, packed)
+            if shape.num_choices not in chosen_for:
+                chosen_for.add(shape.num_choices)
+                for wanted in wants:
+                    self._choose(logits, rows, wanted)
+        jax.block_until_ready(self.slots)
+
+
+def _platform(mesh: Mesh) -> str:
+    return str(mesh.devices.flat[0].platform)
+
+
+def _padded(rows: Any, num_rows: int) -> Any:
+    return np.pad(rows, [(0, num_rows - len(rows))] + [(0, 0)] * (rows.ndim - 1))
+
+
+def _write_size(num_rows: int, most: int) -> int:
+    """Of a write to several slots at once: 1, 8, 64, ... or all."""
+    size = 1
+    while size < num_rows:
+        size *= 8
+    return min(size, most)
+
+
+def keep_compiled(cache_dir: Path) -> Path | None:
+    """Lets JAX keep what was compiled for the next start, unless the user has set a place for it that is the
+    user's own. On GPUs also a folder for KeptPrograms."""
+    chosen = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if chosen and "://" not in chosen and not cpu.is_ours(Path(chosen)):
+        log.warning("%s belongs to another user or is writable by others: nothing is loaded from it", chosen)
+        reset_cache()  # it may be open already
+        chosen = None
+    if chosen is None:
+        jax.config.update("jax_compilation_cache_dir", str(private_folder(cache_dir / "compiled")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_S)
+    return private_folder(cache_dir / "programs") if jax.default_backend() == "gpu" else None
+
+
+def cpu_panel_width(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> int | None:
+    """Of the CPU's own kernels; None where they cannot be used."""
+    if mesh.size > 1 or _platform(mesh) != "cpu" or dtype != np.float32:
+        return None
+    width = cpu.panel_width()
+    return width if width is not None and spec.head_dim % (width // cpu.PANEL_VECTORS) == 0 else None
+
+
+def accelerated_attention(
+    spec: ModelSpec, mesh: Mesh, block_size: int, dtype: np.dtype[Any]
+) -> PagedAttention:
+    """The kernel for the mesh's devices, or the reference where there is none for them or for this model."""
+    platform = _platform(mesh)
+    if platform == "gpu" and gpu.can_attend(spec.group_size, spec.head_dim, dtype):
+        return gpu.paged_attention
+    if _attends_on_tpu(spec, mesh, block_size, dtype):
+        return tpu.paged_attention
+    if platform != "cpu":
+        log.warning("no attention kernel for heads of %d in %s: a slower one is used", spec.head_dim, dtype)
+    return reference.paged_attention
+
+
+def accelerated_experts(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> RoutedExperts:
+    """Like accelerated_attention, for the experts that tokens choose."""
+    platform = _platform(mesh)
+    if platform == "gpu" and gpu_experts.can_visit(spec.activation, dtype):
+        return gpu_experts.visit
+    if platform == "tpu" and dtype == jnp.bfloat16:
+        return tpu_experts.visit
+    if platform != "cpu" and any(layer.experts for layer in spec.layers):
+        log.warning("no kernel for experts with %s in %s: a slower one is used", spec.activation, dtype)
+    return experts.dense
+
+
+def _attends_on_tpu(spec: ModelSpec, mesh: Mesh, block_size: int, dtype: np.dtype[Any]) -> bool:
+    num_kv_heads, masks = spec.num_kv_heads // mesh.size, [layer.mask for layer in spec.layers]
+    return _platform(mesh) == "tpu" and tpu.can_attend(num_kv_heads, spec.head_dim, block_size, masks, dtype)
+
+
+def allocate_pages(
+    spec: ModelSpec, mesh: Mesh, num_blocks: int, block_size: int, dtype: np.dtype[Any]
+) -> Pages:
+    padded = _attends_on_tpu(spec, mesh, block_size, dtype)
+    width = tpu.padded_head_dim(spec.head_dim) if padded else spec.head_dim
+    shape = (num_blocks, block_size, spec.num_kv_heads, 2, width)
+    zeros = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=NamedSharding(mesh, PAGES))
+    return [zeros() for _ in spec.layers]

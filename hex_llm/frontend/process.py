@@ -1,0 +1,193 @@
+"""An engine's process, for its front end: started, spoken to, watched, and ended with its children.
+
+Knows nothing of requests. Lives in one event loop. No jax.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from hex_llm.errors import ConfigError, InvalidRequest
+from hex_llm.frontend.beside import decoded
+from hex_llm.ipc.protocol import (
+    LARGE_REPORT,
+    MAX_COMMAND,
+    MAX_REPORT,
+    Beat,
+    Command,
+    Reader,
+    Ready,
+    Report,
+    Shutdown,
+    command_address,
+    encode,
+    report_address,
+    set_limits,
+)
+from hex_llm.ipc.pulse import Watch
+
+TICK_S = 0.5  # between two looks at a process
+# What it may be silent for before it is loaded: libraries of gigabytes are imported with the GIL held.
+LOADING_S = 60.0
+MAX_PATH = 107  # bytes of a Unix socket's name
+KILL_S = 5  # what the system gets to end a killed process
+
+
+class EngineProcess:
+    """`receive` must be called again and again: the reports of a process are its signs of life."""
+
+    def __init__(self) -> None:
+        self.is_loaded = self.is_ending = False
+        self._silent_s = 0.0
+        self._step_s = 0.0  # that it has been at its present step
+        self._process: asyncio.subprocess.Process | None = None
+        self._at_end = ExitStack()
+        self.folder = private_folder()
+        self._at_end.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.context = zmq.Context()
+        self._at_end.callback(self.context.term)  # which would wait for open sockets
+        self._inbox = zmq.asyncio.Socket(self.context, zmq.PULL)
+        self._outbox = zmq.Socket(self.context, zmq.PUSH)
+        for each, max_frame in ((self._inbox, MAX_REPORT), (self._outbox, MAX_COMMAND)):
+            set_limits(each, max_frame)
+            self._at_end.callback(each.close, linger=0)
+        self._inbox.bind(report_address(self.folder))
+        self._outbox.connect(command_address(self.folder))
+        self.reader: Reader[Report] = Reader(Report)
+
+    async def start(self, command: Sequence[str]) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *command,
+            str(self.folder),
+            stdin=asyncio.subprocess.PIPE,  # closed by our death, which the worker notices
+            start_new_session=True,  # Ctrl-C in a terminal is for us alone
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        )
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started yet"
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    # ---- messages
+
+    def send(self, command: Command) -> None:
+        frame = encode(command)
+        if len(frame) > MAX_COMMAND:
+            raise InvalidRequest(f"the request takes {len(frame)} bytes, more than {MAX_COMMAND}")
+        self._outbox.send(frame)
+
+    async def receive(self) -> Report:
+        """Its next report."""
+        while True:
+            frame = await self._inbox.recv()
+            if len(frame) < LARGE_REPORT:
+                report = self.reader.decode(frame)
+            else:
+                report = await decoded(partial(self.reader.decode_large, frame))
+            if report is None:
+                continue
+            self._silent_s = 0.0
+            if isinstance(report, Beat):
+                self._step_s = report.step_s
+            self.is_loaded |= isinstance(report, Ready)
+            return report
+
+    @property
+    def has_more(self) -> bool:
+        """Reports have come that were not received yet."""
+        return bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    # ---- life and death
+
+    async def ended(self, stuck_s: float, step_s: float) -> str:
+        """How it ended, in words. One that is silent for `stuck_s`, or longer than `step_s` (0: any) at one
+        step, is killed, and not waited for."""
+        assert self._process is not None
+        ending, watch = asyncio.ensure_future(self._process.wait()), Watch(TICK_S)
+        while not (await asyncio.wait((ending,), timeout=TICK_S))[0]:
+            passed = watch.look()
+            if self.is_ending:
+                continue
+            self._silent_s = 0.0 if self.has_more else self._silent_s + passed
+            if trouble := self._trouble(stuck_s, step_s):
+                self.kill()
+                return f"{trouble}, and was killed"
+        code = ending.result()
+        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with the exit code {code}"
+
+    def _trouble(self, stuck_s: float, step_s: float) -> str:
+        if self._silent_s > (stuck_s if self.is_loaded else max(stuck_s, LOADING_S)):
+            return f"has shown no sign of life for {self._silent_s:.0f} s (--stuck_timeout)"
+        if step_s and self._step_s > step_s:
+            return f"has been at one step for {self._step_s:.0f} s (--step_timeout)"
+        return ""
+
+    def kill(self) -> None:
+        """All of its children too, in whatever session, stopped or not."""
+        if self.is_running:
+            for pid in (self.pid, *_descendants(self.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def end(self, timeout_s: float) -> None:
+        """After its present step or, if that or loading takes longer than `timeout_s`, at once."""
+        self.is_ending = True
+        try:
+            if self._process is not None:
+                if self.is_running and not self._outbox.closed:
+                    self.send(Shutdown())
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), timeout_s if self.is_loaded else 0)
+                self.kill()
+                await asyncio.wait_for(self._process.wait(), KILL_S)
+        finally:
+            self._at_end.close()
+
+
+def _descendants(pid: int) -> Iterable[int]:
+    """As far as the system tells."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            # The name before these may hold anything, also brackets.
+            parents[int(file.parent.name)] = int(
+                file.read_text(errors="replace").rpartition(")")[2].split()[1]
+            )
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def private_folder() -> Path:
+    """A new folder for sockets, which only this user can enter; short enough for the names of sockets."""
+    base = tempfile.gettempdir()
+    if len(os.fsencode(command_address(Path(base, "hex_llm-12345678")))) > MAX_PATH:
+        base = "/tmp"
+    try:
+        return Path(tempfile.mkdtemp(prefix="hex_llm-", dir=base))
+    except OSError as error:
+        raise ConfigError(f"{base}: no folder can be made there: {error.strerror}") from error

@@ -1,0 +1,128 @@
+"""LLM: the offline front. `LLM(model=..., **flags).generate(prompts, params)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hex_llm.admission import make_request
+from hex_llm.config import MAX_INT
+from hex_llm.engine.loading import load_engine
+from hex_llm.errors import ConfigError, InvalidRequest
+from hex_llm.flags import engine_config_from_kwargs
+from hex_llm.frontend.outputs import OutputCollector, for_engine
+from hex_llm.sampling_params import SamplingParams
+from hex_llm.text.chat import encode_chat
+from hex_llm.text.tokenizer import Tokenizer
+from hex_llm.types import RequestOutput, Update
+
+Params = SamplingParams | ListLike[SamplingParams] | None
+
+
+class LLM:
+    """A model in this process. Flags are keyword arguments under their own names; no model: the default one.
+
+    Shapes are compiled when they first occur; `warmup=True` compiles them all at the start.
+    """
+
+    def __init__(self, model: str | Path | None = None, **flags: Any) -> None:
+        named = {} if model is None else {"model": str(model)}
+        # Whoever calls has all prompts in his own memory already: there is nobody to turn away.
+        defaults = {"warmup": False, "max_concurrent_requests": MAX_INT, "allow_priority": True}
+        self.config = engine_config_from_kwargs(**{**defaults, **named, **flags})
+        self.engine, self.tokenizer = load_engine(self.config, progress=True)
+
+    def generate(
+        self,
+        prompts: str | ListLike[str] | None = None,
+        sampling_params: Params = None,
+        *,
+        prompt_token_ids: ListLike[ListLike[int]] | None = None,
+        priority: ListLike[int] | None = None,
+        cache_salt: str = "",
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One output for each prompt, in order; `prompts` are texts, `prompt_token_ids` need no tokenizer."""
+        texts: list[str | None]
+        ids: list[ListLike[int]]
+        if (prompts is None) == (prompt_token_ids is None):
+            raise InvalidRequest("give either prompts or prompt_token_ids", "prompts")
+        if prompt_token_ids is not None:
+            texts, ids = [None] * len(prompt_token_ids), list(prompt_token_ids)
+        else:
+            assert prompts is not None
+            texts = [prompts] if isinstance(prompts, str) else list(prompts)
+            ids = [self._tokenizer().encode(str(text)) for text in texts]
+        order = [0] * len(ids) if priority is None else priority
+        return self._run(self._collectors(texts, ids, sampling_params, order, cache_salt), use_tqdm)
+
+    def chat(
+        self,
+        messages: ListLike[Any],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """One conversation, or a list of them; `options` go to the chat template."""
+        talks = [messages] if messages and isinstance(messages[0], dict) else messages
+        tokenizer = self._tokenizer()
+        prompts = [encode_chat(tokenizer, talk, **options) for talk in talks]
+        texts, ids = [text for text, _ in prompts], [ids for _, ids in prompts]
+        return self._run(self._collectors(texts, ids, sampling_params, [0] * len(ids)), use_tqdm)
+
+    def _collectors(
+        self,
+        texts: ListLike[str | None],
+        ids: ListLike[ListLike[int]],
+        params: Params,
+        priority: ListLike[int],
+        cache_salt: str = "",
+    ) -> list[OutputCollector]:
+        """One for each prompt; nothing has begun yet, so a bad one leaves nothing behind."""
+        each = params if isinstance(params, ListLike) else [params or SamplingParams()] * len(ids)
+        for name, values in (("sampling_params", each), ("priority", priority)):
+            if len(values) != len(ids):
+                raise InvalidRequest(f"{len(values)} {name} for {len(ids)} prompts", name)
+        requests = [
+            make_request(
+                f"llm-{i}", ids[i], each[i], self.engine.limits, self.tokenizer,
+                priority=priority[i], cache_salt=cache_salt,
+            )
+            for i in range(len(ids))
+        ]  # fmt: skip
+        return [
+            OutputCollector(request, self.tokenizer, text)
+            for request, text in zip(requests, texts, strict=True)
+        ]
+
+    def _run(self, collectors: list[OutputCollector], use_tqdm: bool) -> list[RequestOutput]:
+        by_id = {collector.request.request_id: collector for collector in collectors}
+        try:
+            for collector in collectors:
+                self.engine.add(for_engine(collector.request))
+            with tqdm(total=len(collectors), desc="Prompts", disable=not use_tqdm) as bar:
+                while self.engine.has_work:
+                    bar.update(sum(self._take(by_id[u.request_id], u) for u in self.engine.step()))
+        finally:  # an error, or the user's Ctrl-C, must not leave requests to the next call
+            for request_id in by_id:
+                self.engine.abort(request_id)
+            while self.engine.has_work:
+                self.engine.step()
+            self.engine.check_idle()
+        return [collector.output() for collector in collectors]
+
+    def _take(self, collector: OutputCollector, update: Update) -> bool:
+        """Whether the request has ended with this update."""
+        was_finished = collector.finished
+        if collector.add(update):
+            self.engine.stop(update.request_id, update.index)
+        return collector.finished and not was_finished
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ConfigError("skip_tokenizer_init=True: give prompt_token_ids instead of texts")
+        return self.tokenizer

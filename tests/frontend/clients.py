@@ -1,0 +1,60 @@
+"""A client with a real worker process around a fake engine, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import psutil
+import pytest
+
+from hex_llm.config import EngineConfig
+from hex_llm.errors import EngineStopped
+from hex_llm.frontend.client import EngineClient
+from hex_llm.sampling_params import SamplingParams
+from tests.server.fakes import (
+    byte_tokenizer,
+    fake_worker,
+)
+
+CONFIG = EngineConfig(skip_tokenizer_init=True)
+LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=1)
+
+
+def with_client(
+    test: Callable[[EngineClient], Awaitable[None]], load: str = "FakeEngine()", **settings: float
+) -> None:
+    """`settings` are attributes of the client."""
+
+    async def run() -> None:
+        client = EngineClient(CONFIG, "fake", fake_worker(load))
+        for name, value in settings.items():
+            setattr(client, name, value)
+        assert not client.ready
+        try:
+            await asyncio.wait_for(client.start(), 30)
+            assert client.ready
+            client.tokenizer = byte_tokenizer()
+            worker = process_of(client)
+            await asyncio.wait_for(test(client), 60)
+        finally:
+            assert client._process is not None
+            folder = client._process.folder
+            await client.stop(5)
+        assert not worker.is_running()
+        assert not folder.exists()
+        with pytest.raises(EngineStopped):
+            await client.complete([5], SHORT)
+
+    asyncio.run(run())
+
+
+def process_of(client: EngineClient) -> psutil.Process:
+    assert client._process is not None
+    return psutil.Process(client._process.pid)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
