@@ -119,7 +119,7 @@ class Chunk(NamedTuple):
     position: int  # of the first of them
     num_tokens: int
     blocks: ListLike[int]  # the sequence's KV blocks, in order of position; maybe more than it reaches
-    span: int  # rope frequencies are made for a sequence of at least this length
+    rope_length: int  # rope frequencies are made for a sequence of at least this length
     samples: bool  # the chunk ends with the sequence's last token, so the next one is chosen
 
     @property

@@ -58,7 +58,7 @@ def test_a_wrong_host_is_named(host: str) -> None:
 def test_the_banner_has_a_line_to_paste(tokenizer: Any, body: dict[str, Any]) -> None:
     engine = EngineClient(EngineConfig(), "fake")
     engine.tokenizer = tokenizer
-    engine.vitals.memory = "memory: weights 1.0 MiB"
+    engine.engine_status.memory = "memory: weights 1.0 MiB"
     banner = local.banner(engine, ServerConfig(api_key="secret"), "http://0.0.0.0:7080")
     assert "  memory: weights 1.0 MiB\n" in banner
     assert "http://0.0.0.0:7080\n" in banner

@@ -72,7 +72,9 @@ def test_what_is_read_from_a_compiled_step(layouts: str, tmp_path: Path) -> None
     seen: Any = tpu_compile.abstract_mesh(MODELS["llama-3.1-8b"])
     attend = programs.split_by_head(reference.paged_attention, seen)
     layout = SlotLayout(SMALL.batch + 1, SMALL.max_len, spec.vocab_size)
-    setting = programs.Setting(spec, mesh, layout, attend, programs.split_by_width(experts.dense, seen))
+    setting = programs.ProgramContext(
+        spec, mesh, layout, attend, programs.split_by_width(experts.dense, seen)
+    )
     program = tpu_compile.described(setting, SMALL)["decode"]
     job = Job("tiny-decode", program, ROW, layouts, tmp_path)
     job.run(can_compile=True)

@@ -176,13 +176,13 @@ def attend(
     case: Case, way: Way, q: jax.Array, kv: jax.Array, pages: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
     """gpu.paged_attention in a given way."""
-    pages, tickets = gpu.write_kv(kv, kv, pages, batch.slots)
+    pages, semaphores = gpu.write_kv(kv, kv, pages, batch.slots)
     if not case.prefill:
         tables = batch.decode_tables
         tiling = way.tiling or gpu.decode_tiling(q, pages, tables)
-        return gpu.attend(q, batch.positions, None, pages, tables, tickets, case.options, tiling), pages
+        return gpu.attend(q, batch.positions, None, pages, tables, semaphores, case.options, tiling), pages
     tables, rows = batch.prefill_tables, (batch.positions, batch.sequences)
-    rest = (pages, tables, tickets, case.options, way.tiling or gpu.prefill_tiling(q, pages, tables))
+    rest = (pages, tables, semaphores, case.options, way.tiling or gpu.prefill_tiling(q, pages, tables))
     if way.cudnn:
         return gpu.continued_prefill(q, kv, kv, *rows, *rest), pages
     return gpu.prefill(q, *rows, *rest), pages
@@ -309,7 +309,7 @@ def check() -> None:
             return f"check {kind}: FAILED {str(error)[:300]}"
 
     for least, kinds in ((2**30, ours), (1, plain + windows)):
-        print("ours" if least > 1 else "begun by cuDNN", flush=True)
+        print("ours" if least > 1 else "partial_softmax by cuDNN", flush=True)
         with mock.patch.object(gpu, "MIN_CUDNN_ROWS", least), ThreadPoolExecutor(8) as pool:
             for about in pool.map(guarded, itertools.repeat(CHECKED), kinds):
                 print(about, flush=True)

@@ -113,19 +113,21 @@ def calls_of(num_tokens: int) -> int:
 def speed(name: str, tokens: list[int]) -> None:
     shape = MODELS[name]
     weights = shape.weights()
-    forms: dict[str, RoutedExperts] = {"kernel": gpu_experts.visit, "dense": experts.dense}
+    forms: dict[str, RoutedExperts] = {"kernel": gpu_experts.fused_moe, "dense": experts.dense}
     for num_tokens in tokens:
         chosen, scores = shape.routes(num_tokens)
         x, calls = normal((num_tokens, shape.inputs), jnp.bfloat16, 2, 1.0), calls_of(num_tokens)
         arguments = (x, chosen, scores, *weights)
 
-        def layers(x: jax.Array, *others: jax.Array, visit: RoutedExperts, calls: int = calls) -> jax.Array:
+        def layers(
+            x: jax.Array, *others: jax.Array, fused_moe: RoutedExperts, calls: int = calls
+        ) -> jax.Array:
             for _ in range(calls):
-                x = x + visit(x, *others, activation=jax.nn.silu, scale_input=shape.scale_input)
+                x = x + fused_moe(x, *others, activation=jax.nn.silu, scale_input=shape.scale_input)
             return x
 
         with ThreadPoolExecutor(8) as pool:
-            made = [pool.submit(compiled, partial(layers, visit=v), arguments) for v in forms.values()]
+            made = [pool.submit(compiled, partial(layers, fused_moe=v), arguments) for v in forms.values()]
         for form, future in zip(forms, made, strict=True):
             program = future.result()
             about = f"{name:8} {num_tokens:5} tokens {form:7}"
@@ -217,15 +219,15 @@ def check() -> None:
 
 def checked(shape: Shape, dtype: Any, num_tokens: int, weights: tuple[jax.Array, jax.Array]) -> str:
     options: dict[str, Any] = {"activation": jax.nn.silu, "scale_input": shape.scale_input}
-    visit = jax.jit(partial(gpu_experts.visit, **options))
+    fused_moe = jax.jit(partial(gpu_experts.fused_moe, **options))
     routes = shape.routes(num_tokens)
     x = normal((num_tokens, shape.inputs), dtype, 2, 1.0)
-    got = visit(x, *routes, *weights)
+    got = fused_moe(x, *routes, *weights)
     with jax.default_matmul_precision("highest"):
         exact = [w.astype(jnp.float32) for w in weights]
         wanted = jax.jit(partial(experts.dense, **options))(x.astype(jnp.float32), *routes, *exact)
     error = jnp.linalg.norm(got.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
-    alone = visit(x[:1], *(part[:1] for part in routes), *weights)
+    alone = fused_moe(x[:1], *(part[:1] for part in routes), *weights)
     same = bool(jnp.all(alone == got[:1]))
     right = bool(error < (2e-6 if dtype == jnp.float32 else 6e-3)) and (same or dtype != jnp.float32)
     verdict = "ok" if right else "WRONG"

@@ -41,7 +41,7 @@ from jax.sharding import PartitionSpec as P
 
 from hex_llm.execution import programs
 from hex_llm.execution.batch import StepShape
-from hex_llm.execution.programs import Described
+from hex_llm.execution.programs import ProgramSpec
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import tpu, tpu_experts
 from hex_llm.models.params import Param, abstract_weights
@@ -60,7 +60,7 @@ ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 class Program:
     """What is handed to the compiler, described; `num_layers` is 0 for what is no step of a model."""
 
-    described: Described
+    described: ProgramSpec
     num_layers: int = 0
 
     @property
@@ -69,12 +69,14 @@ class Program:
 
     def traced(self, layouts: str) -> Any:
         """`layouts` auto: the compiler chooses those of the first argument, a step's weights."""
-        function, arguments, donated, placed = self.described
+        function, arguments, donated, out_shardings = self.described
         given: dict[str, Any] = {}
         if layouts == "auto" and self.num_layers:
             chosen = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), arguments[0])
             given["in_shardings"] = (chosen, *(jax.tree.map(lambda x: x.sharding, arguments[1:])))
-        return jax.jit(function, donate_argnums=donated, out_shardings=placed, **given).trace(*arguments)
+        return jax.jit(function, donate_argnums=donated, out_shardings=out_shardings, **given).trace(
+            *arguments
+        )
 
 
 class Sizes(NamedTuple):
@@ -88,7 +90,7 @@ class Sizes(NamedTuple):
     max_len: int
 
 
-def described(setting: programs.Setting, sizes: Sizes) -> dict[str, Program]:
+def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Program]:
     """The step that decodes, the one that prefills two prompts, and the choice of tokens."""
     spec, mesh, layout = setting.spec, setting.mesh, setting.layout
     num_blocks = -(-sizes.tokens // sizes.block_size) + 1
@@ -120,7 +122,9 @@ def described_weights(spec: ModelSpec, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree.map(one, abstract_weights(spec), is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
-def setting_of(spec: ModelSpec, mesh: Mesh | AbstractMesh, chip: Chip, sizes: Sizes) -> programs.Setting:
+def setting_of(
+    spec: ModelSpec, mesh: Mesh | AbstractMesh, chip: Chip, sizes: Sizes
+) -> programs.ProgramContext:
     """As execution/runner.py sets it on a TPU; kernels see the mesh as one of `chip`s."""
     masks = [layer.mask for layer in spec.layers]
     num_kv_heads = spec.num_kv_heads // mesh.size
@@ -128,12 +132,12 @@ def setting_of(spec: ModelSpec, mesh: Mesh | AbstractMesh, chip: Chip, sizes: Si
     assert fits, "the reference would serve this model"
     device = AbstractDevice(chip.kind, num_cores=1, platform="tpu")
     seen: Any = AbstractMesh((mesh.size,), (TP,), (AxisType.Auto,), abstract_device=device)
-    return programs.Setting(
+    return programs.ProgramContext(
         spec,
         mesh,  # type: ignore[arg-type]
         SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size),
         programs.split_by_head(tpu.paged_attention, seen),
-        programs.split_by_width(tpu_experts.visit, seen),
+        programs.split_by_width(tpu_experts.fused_moe, seen),
     )
 
 

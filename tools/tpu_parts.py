@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.execution.batch import StepShape, unpack
-from hex_llm.execution.programs import Described
+from hex_llm.execution.programs import ProgramSpec
 from hex_llm.kernels import tpu
 from hex_llm.kernels.attention import Mask
 from hex_llm.kernels.int8 import int8_matmul
@@ -38,7 +38,7 @@ ATTENTION = {
 }
 
 
-def parts(mesh: Mesh | AbstractMesh, chip: str) -> dict[str, Described]:
+def parts(mesh: Mesh | AbstractMesh, chip: str) -> dict[str, ProgramSpec]:
     device = AbstractDevice(chip, num_cores=1, platform="tpu")
     seen = AbstractMesh((mesh.size,), (TP,), (AxisType.Auto,), abstract_device=device)
     whole = NamedSharding(mesh, P())
@@ -46,7 +46,7 @@ def parts(mesh: Mesh | AbstractMesh, chip: str) -> dict[str, Described]:
     def described(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
-    def attention(heads: Heads) -> Described:
+    def attention(heads: Heads) -> ProgramSpec:
         def attend(q: Any, k: Any, v: Any, pages: Any, packed: Any) -> tuple[jax.Array, jax.Array]:
             batch = unpack(packed, SHAPE).batch
             return tpu.paged_attention(q, k, v, pages, batch, mask=Mask(), scale=0.1, softcap=None)
@@ -57,11 +57,11 @@ def parts(mesh: Mesh | AbstractMesh, chip: str) -> dict[str, Described]:
         kv = described(rows, num, width)
         packed = described(SHAPE.packed_size, dtype=jnp.int32)
         arguments = (described(rows, num, heads.group, width), kv, kv, pages, packed)
-        return Described(on_each, arguments, (3,), whole)
+        return ProgramSpec(on_each, arguments, (3,), whole)
 
-    def product(num_rows: int) -> Described:
+    def product(num_rows: int) -> ProgramSpec:
         weight, scales = described(14336, 4096, dtype=jnp.int8), described(14336, dtype=jnp.float32)
-        return Described(int8_matmul, (described(num_rows, 4096), weight, scales), (), whole)
+        return ProgramSpec(int8_matmul, (described(num_rows, 4096), weight, scales), (), whole)
 
     found = {f"attention of {name}, {tuple(heads)}": attention(heads) for name, heads in ATTENTION.items()}
     return found | {f"int8 product of {rows} rows": product(rows) for rows in (64, 2048)}

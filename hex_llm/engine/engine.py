@@ -53,7 +53,7 @@ class Choice:
 
 
 @dataclass(eq=False)
-class Live:
+class ActiveRequest:
     """A request that has not ended."""
 
     request: Request
@@ -91,7 +91,7 @@ class Engine:
         self.ledger: Counter[str] = Counter()  # accepted, and one of finished, aborted, error for each
         self._grammars = grammars
         self._masks = MaskPool()
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, ActiveRequest] = {}
         self._choices: dict[Sequence, Choice] = {}
         self._held: dict[Choice, None] = {}  # those whose masks are being made, in order
         self._in_flight: deque[tuple[InFlight, list[Sequence]]] = deque()
@@ -113,7 +113,7 @@ class Engine:
             raise InvalidRequest("request_id: it is in use", "request_id")
         compiling = sum(live.request.params.num_choices for live in self._live.values() if not live.choices)
         self.scheduler.check_room(request.params.num_choices + compiling)
-        live = Live(request)
+        live = ActiveRequest(request)
         if request.params.structured_outputs is None:
             self._begin(live, None)
         else:
@@ -342,14 +342,14 @@ class Engine:
         finally:
             setattr(self._step, name, time.perf_counter() - started)
 
-    def _note_begin(self, live: Live) -> None:
+    def _note_begin(self, live: ActiveRequest) -> None:
         if not live.has_begun:
             live.has_begun = True
             self._step.waited.append((live.request.request_id, time.monotonic() - live.added))
 
     # ---- how requests begin and end
 
-    def _begin(self, live: Live, matcher: Matcher | None) -> None:
+    def _begin(self, live: ActiveRequest, matcher: Matcher | None) -> None:
         request, params = live.request, live.request.params
         ends = not params.ignore_eos or params.structured_outputs is not None
         stop_ids = frozenset(params.stop_token_ids) | frozenset(self.spec.eos_ids if ends else ())
@@ -420,7 +420,7 @@ class Engine:
 
     def _end_all(
         self,
-        live: Live,
+        live: ActiveRequest,
         reason: FinishReason,
         error: str = "",
         param: str | None = None,
@@ -434,7 +434,7 @@ class Engine:
 
     def _end(
         self,
-        live: Live,
+        live: ActiveRequest,
         index: int,
         reason: FinishReason,
         error: str = "",
@@ -449,7 +449,9 @@ class Engine:
             self.scheduler.finish(choice.sequence, reason)
         self._note_end(live, choice, reason, update)
 
-    def _note_end(self, live: Live, choice: Choice | None, reason: FinishReason, update: Update) -> None:
+    def _note_end(
+        self, live: ActiveRequest, choice: Choice | None, reason: FinishReason, update: Update
+    ) -> None:
         update.finish_reason = reason
         live.reasons[update.index] = reason
         if choice is not None:

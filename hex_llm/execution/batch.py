@@ -17,7 +17,7 @@ from hex_llm.types import Chunk, StepPlan
 
 Ints = npt.NDArray[np.int32]
 
-PER_TOKEN = 4  # numbers: its position, span, row and KV slot
+PER_TOKEN = 4  # numbers: its position, rope_length, row and KV slot
 PER_ROW = 3  # numbers besides the block table: its last token, its slot, and where the choice is written
 MIN_PREFILL_TOKENS = 32  # fewer cost nearly as much, so they share this shape
 FINE_SIZES = 8  # multiples of decode_seqs_padding; past them, four sizes for each doubling
@@ -51,7 +51,7 @@ class StepShape(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    spans: jax.Array  # [T]
+    rope_lengths: jax.Array  # [T]
     batch: Batch
     last_tokens: jax.Array  # [R] the token of each row whose logits are wanted
     slots: jax.Array  # [R] where the row's sequence is remembered
@@ -154,18 +154,18 @@ def pack(plan: StepPlan, shape: StepShape, block_size: int) -> Ints:
 
 
 def _pack_chunk(fields: tuple[Any, ...], row: int, start: int, chunk: Chunk, block_size: int) -> None:
-    positions, spans, rows, kv_slots, tables, last_tokens, slots, chosen_slots = fields
+    positions, rope_lengths, rows, kv_slots, tables, last_tokens, slots, chosen_slots = fields
     end = start + chunk.num_tokens
     reached = -(-chunk.end // block_size)
     tables[row, :reached] = chunk.blocks[:reached]
     if chunk.num_tokens == 1:  # most are, and plain numbers are several times faster than arrays
         place = chunk.position
-        positions[start], spans[start], rows[start] = place, max(chunk.span, place + 1), row
+        positions[start], rope_lengths[start], rows[start] = place, max(chunk.rope_length, place + 1), row
         kv_slots[start] = chunk.blocks[place // block_size] * block_size + place % block_size
     else:
         places = np.arange(chunk.position, chunk.end)
         positions[start:end] = places
-        spans[start:end] = np.maximum(chunk.span, places + 1)
+        rope_lengths[start:end] = np.maximum(chunk.rope_length, places + 1)
         rows[start:end] = row
         kv_slots[start:end] = tables[row, places // block_size] * block_size + places % block_size
     last_tokens[row], slots[row] = end - 1, chunk.slot
@@ -173,9 +173,9 @@ def _pack_chunk(fields: tuple[Any, ...], row: int, start: int, chunk: Chunk, blo
 
 
 def unpack(packed: jax.Array, shape: StepShape) -> StepInputs:
-    positions, spans, rows, kv_slots, tables, last_tokens, slots, chosen_slots = _fields(packed, shape)
+    positions, rope_lengths, rows, kv_slots, tables, last_tokens, slots, chosen_slots = _fields(packed, shape)
     batch = Batch(positions, rows, kv_slots, tables[: shape.num_decodes], tables[shape.num_decodes :])
-    return StepInputs(spans, batch, last_tokens, slots, chosen_slots)
+    return StepInputs(rope_lengths, batch, last_tokens, slots, chosen_slots)
 
 
 def _fields(packed: Any, shape: StepShape) -> tuple[Any, ...]:

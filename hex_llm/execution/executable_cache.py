@@ -29,7 +29,7 @@ SETTINGS = ("JAX_", "XLA_")  # how the environment variables begin that change w
 FORGOTTEN_S = 30 * 24 * 3600  # what nobody has loaded for so long is deleted
 
 
-class KeptPrograms:
+class ExecutableCache:
     """Those of some devices, in a folder that only this user can write: loading one runs it.
 
     Not for CPUs: XLA saves executables there that may lack functions when they run.
@@ -42,15 +42,15 @@ class KeptPrograms:
         self._made_from = repr((_surroundings(devices), made_from))
         _forget_old(folder)
 
-    def load(self, name: str, arguments: tuple[Any, ...], placed: Any) -> Any | None:
-        """A program of these arguments, whose results have the structure of `placed`; None: there is none."""
+    def load(self, name: str, arguments: tuple[Any, ...], out_shardings: Any) -> Any | None:
+        """The program of these arguments, if there is one; its results have `out_shardings`' structure."""
         path = self._path(name)
         if not path.exists():
             return None
         try:
             data = path.read_bytes()
             path.touch()
-            in_tree, out_tree = jax.tree.structure((arguments, {})), jax.tree.structure(placed)
+            in_tree, out_tree = jax.tree.structure((arguments, {})), jax.tree.structure(out_shardings)
             return deserialize_and_load(
                 data, in_tree, out_tree, self._devices[0].client, execution_devices=self._devices
             )

@@ -18,7 +18,15 @@ from jax.sharding import PartitionSpec as P
 
 from hex_llm.execution.batch import StepShape, unpack
 from hex_llm.execution.results import CHOICE_SIZE, pack_choices, pack_logprobs
-from hex_llm.execution.sampling import Chosen, Wants, adjusted, choose, logprobs_of, no_logprobs, tokens
+from hex_llm.execution.sampling import (
+    Chosen,
+    Features,
+    adjusted,
+    choose,
+    logprobs_of,
+    no_logprobs,
+    tokens,
+)
 from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens
 from hex_llm.kernels.attention import PagedAttention
 from hex_llm.kernels.experts import RoutedExperts
@@ -33,11 +41,11 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Choose:
-    """The choice of tokens for so many rows: whatever they want; or, in one of sampling.WAYS, of logits that
-    may come from Adjust, without log-probabilities."""
+    """The choice of tokens for so many rows: whatever they want; or, in one of sampling.VARIANTS, of logits
+    that may come from Adjust, without log-probabilities."""
 
     num_rows: int
-    way: Wants | None = None
+    variant: Features | None = None
 
 
 @dataclass(frozen=True)
@@ -70,28 +78,30 @@ class PromptLogprobs:
 Key = StepShape | Choose | Adjust | AddLogprobs | Write | PromptLogprobs
 
 
-class Setting(NamedTuple):
+class ProgramContext(NamedTuple):
     """What all programs of an engine have in common."""
 
     spec: ModelSpec
     mesh: Mesh
     layout: SlotLayout
     attend: PagedAttention
-    visit: RoutedExperts
+    fused_moe: RoutedExperts
 
 
-class Described(NamedTuple):
+class ProgramSpec(NamedTuple):
     """A program for the compiler."""
 
     function: Program
     arguments: tuple[Any, ...]
     donated: tuple[int, ...]  # arguments that it may reuse
-    placed: Any  # where its results lie, each of them
+    out_shardings: Any  # where its results lie, each of them
 
 
-def described(key: Key, setting: Setting, weights: Weights, pages: Pages, slots: jax.Array) -> Described:
+def described(
+    key: Key, setting: ProgramContext, weights: Weights, pages: Pages, slots: jax.Array
+) -> ProgramSpec:
     """Weights, pages and slots need not exist: their shapes and where they lie are enough."""
-    spec, mesh, layout, attend, visit = setting
+    spec, mesh, layout, attend, fused_moe = setting
     whole = NamedSharding(mesh, P())
     logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
 
@@ -100,28 +110,28 @@ def described(key: Key, setting: Setting, weights: Weights, pages: Pages, slots:
 
     match key:
         case StepShape():
-            step = partial(forward, shape=key, spec=spec, layout=layout, attend=attend, visit=visit)
+            step = partial(forward, shape=key, spec=spec, layout=layout, attend=attend, fused_moe=fused_moe)
             hidden = whole if key.num_prefills else None
             results = (logits_lie, whole, hidden, [NamedSharding(mesh, PAGES)] * len(pages))
-            return Described(step, (weights, pages, slots, _ints(key.packed_size)), (1,), results)
-        case Choose(num_rows, way):
-            chosen = partial(choose_tokens, layout=layout, way=way)
-            return Described(chosen, (slots, logits(num_rows), _ints(3, num_rows)), (0,), (whole, whole))
+            return ProgramSpec(step, (weights, pages, slots, _ints(key.packed_size)), (1,), results)
+        case Choose(num_rows, variant):
+            chosen = partial(choose_tokens, layout=layout, variant=variant)
+            return ProgramSpec(chosen, (slots, logits(num_rows), _ints(3, num_rows)), (0,), (whole, whole))
         case Adjust(num_rows):
             adjust = partial(adjusted_logits, layout=layout)
-            return Described(adjust, (slots, logits(num_rows), _ints(3, num_rows)), (), logits_lie)
+            return ProgramSpec(adjust, (slots, logits(num_rows), _ints(3, num_rows)), (), logits_lie)
         case AddLogprobs(num_rows):
             choices = _ints(num_rows, CHOICE_SIZE)
-            return Described(add_logprobs, (logits(num_rows), choices), (1,), whole)
+            return ProgramSpec(add_logprobs, (logits(num_rows), choices), (1,), whole)
         case Write(columns, num_rows):
             part = slice(0, layout.width) if columns == "all" else layout.allowed
             write = partial(write_rows, first_column=part.start)
             values = _ints(num_rows, part.stop - part.start)
-            return Described(write, (slots, _ints(num_rows), values), (0,), whole)
+            return ProgramSpec(write, (slots, _ints(num_rows), values), (0,), whole)
         case PromptLogprobs(num_rows):
             hidden_rows = jax.ShapeDtypeStruct((num_rows, spec.hidden_size), pages[0].dtype)
             logprobs = partial(prompt_logprobs, spec=spec)
-            return Described(logprobs, (weights, hidden_rows, _ints(num_rows)), (), whole)
+            return ProgramSpec(logprobs, (weights, hidden_rows, _ints(num_rows)), (), whole)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -138,7 +148,7 @@ def forward(
     spec: ModelSpec,
     layout: SlotLayout,
     attend: PagedAttention,
-    visit: RoutedExperts,
+    fused_moe: RoutedExperts,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Pages]:
     """What a step leaves for the choice of tokens, and the pages. R is shape.num_choices.
 
@@ -149,7 +159,9 @@ def forward(
     inputs = unpack(packed, shape)
     batch = inputs.batch
     token_ids = SlotRows(layout, slots, inputs.slots).token_at(batch.sequences, batch.positions)
-    hidden, pages = decoder.forward(spec, weights, token_ids, inputs.spans, pages, batch, attend, visit)
+    hidden, pages = decoder.forward(
+        spec, weights, token_ids, inputs.rope_lengths, pages, batch, attend, fused_moe
+    )
     logits = decoder.logits(spec, weights, hidden[inputs.last_tokens])
     num_tokens = batch.positions[inputs.last_tokens] + 1
     rows = jnp.stack([inputs.slots, inputs.chosen_slots, num_tokens])
@@ -159,16 +171,21 @@ def forward(
 
 
 def choose_tokens(
-    slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout, way: Wants | None
+    slots: jax.Array,
+    logits: jax.Array,
+    rows: jax.Array,
+    *,
+    layout: SlotLayout,
+    variant: Features | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Packed choices (results.py), and the slots with the chosen tokens appended."""
     own, chosen_slots, num_tokens = rows
     remembered = SlotRows(layout, slots, own)
     asked = remembered.sampling(num_tokens)
-    if way is None:
+    if variant is None:
         chosen = choose(logits, asked, remembered)
     else:
-        chosen = Chosen(tokens(logits, asked, way), *no_logprobs(len(logits)))
+        chosen = Chosen(tokens(logits, asked, variant), *no_logprobs(len(logits)))
     return pack_choices(chosen), append_tokens(layout, slots, chosen_slots, num_tokens, chosen.token_ids)
 
 
@@ -215,15 +232,15 @@ def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:
     return split
 
 
-def split_by_width(visit: RoutedExperts, mesh: Mesh) -> RoutedExperts:
+def split_by_width(fused_moe: RoutedExperts, mesh: Mesh) -> RoutedExperts:
     """Each device has its own part of every expert's width; what they say is summed over the devices."""
     if mesh.size == 1:
-        return visit
+        return fused_moe
     whole, gate_up, down = P(), P(None, None, TP, None), P(None, None, TP)
 
     def split(*arrays: Any, **options: Any) -> jax.Array:
         def local(*arrays: Any) -> jax.Array:
-            return jax.lax.psum(visit(*arrays, **options), TP)
+            return jax.lax.psum(fused_moe(*arrays, **options), TP)
 
         specs = (whole, whole, whole, gate_up, down)
         out: jax.Array = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(

@@ -26,11 +26,11 @@ from tqdm import tqdm
 from hex_llm.errors import HexError
 from hex_llm.execution import programs
 from hex_llm.execution.batch import Ints, Paddings, StepShape, pack
-from hex_llm.execution.executable_cache import KeptPrograms
+from hex_llm.execution.executable_cache import ExecutableCache
 from hex_llm.execution.profile import Recorder
 from hex_llm.execution.programs import AddLogprobs, Adjust, Choose, Key, Pages, Program, PromptLogprobs, Write
 from hex_llm.execution.results import unpack_logprobs
-from hex_llm.execution.sampling import WAYS, Wants, way_of
+from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import cpu, cpu_experts, experts, gpu, gpu_experts, reference, tpu, tpu_experts
 from hex_llm.kernels.attention import PagedAttention
@@ -87,7 +87,9 @@ class Runner:
         self.pages = allocate_pages(spec, mesh, num_blocks, config.block_size, dtype)
         self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
         self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
-        self._wants = [0] * self.layout.num_slots  # of each slot, as plain numbers: flags are slow to combine
+        self._features = [
+            0
+        ] * self.layout.num_slots  # of each slot, as plain numbers: flags are slow to combine
         # Where branches cost little, one program chooses tokens, whatever is wanted.
         self._branches = self._platform != "gpu"
         self.num_late_compiles = 0
@@ -96,19 +98,19 @@ class Runner:
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
         attend: PagedAttention = cpu.paged_attention
-        visit: RoutedExperts = cpu_experts.visit
+        fused_moe: RoutedExperts = cpu_experts.fused_moe
         if width is None:
             attend = accelerated_attention(spec, mesh, config.block_size, dtype)
-            visit = accelerated_experts(spec, mesh, dtype)
-        self._setting = programs.Setting(
+            fused_moe = accelerated_experts(spec, mesh, dtype)
+        self._setting = programs.ProgramContext(
             spec,
             mesh,
             self.layout,
             programs.split_by_head(attend, mesh),
-            programs.split_by_width(visit, mesh),
+            programs.split_by_width(fused_moe, mesh),
         )
         self._programs: dict[Key, Program] = {}
-        self._kept = None if kept_in is None else self._kept_programs(kept_in)
+        self._executables = None if kept_in is None else self._executable_cache(kept_in)
         self.recorder = Recorder(config.profile)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -122,21 +124,21 @@ class Runner:
         with self.recorder.phase("pack"):
             packed = pack(plan, shape, self.config.block_size)
         logits, rows, hidden, self.pages = step(self.weights, self.pages, self.slots, packed)
-        wanted = reduce(or_, (self._wants[chunk.slot] for chunk in plan.chunks))
-        choices = self._choose(logits, rows, Wants(wanted))
+        wanted = reduce(or_, (self._features[chunk.slot] for chunk in plan.chunks))
+        choices = self._choose(logits, rows, Features(wanted))
         choices.copy_to_host_async()
         return InFlight(plan, shape, choices, hidden)
 
-    def _choose(self, logits: jax.Array, rows: jax.Array, wanted: Wants) -> jax.Array:
+    def _choose(self, logits: jax.Array, rows: jax.Array, wanted: Features) -> jax.Array:
         num_rows, adjusted = len(logits), logits
         if self._branches:
             choices, self.slots = self._program(Choose(num_rows))(self.slots, logits, rows)
             return choices
-        if Wants.ADJUSTED in wanted:
+        if Features.ADJUSTED in wanted:
             adjusted = self._program(Adjust(num_rows))(self.slots, logits, rows)
-        choose = self._program(Choose(num_rows, way_of(wanted)))
+        choose = self._program(Choose(num_rows, variant_of(wanted)))
         choices, self.slots = choose(self.slots, adjusted, rows)
-        if Wants.LOGPROBS in wanted:
+        if Features.LOGPROBS in wanted:
             choices = self._program(AddLogprobs(num_rows))(logits, choices)
         return choices
 
@@ -164,7 +166,7 @@ class Runner:
     def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
         """Whole rows of slots, before the next step."""
         for slot, record in records:
-            self._wants[slot] = int(self.layout.wants(record))
+            self._features[slot] = int(self.layout.wants(record))
         self._write("all", records)
 
     def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
@@ -189,7 +191,11 @@ class Runner:
         rows = sorted({shape.num_choices for shape in shapes})
         kinds: list[Callable[[int], Key]] = [Choose]
         if not self._branches:
-            kinds = [*(partial(Choose, way=way) for way in reversed(WAYS)), AddLogprobs, Adjust]
+            kinds = [
+                *(partial(Choose, variant=variant) for variant in reversed(VARIANTS)),
+                AddLogprobs,
+                Adjust,
+            ]
         choices = [kind(n) for kind in kinds for n in reversed(rows)]
         writes = [Write("all", n) for n in sizes] + [Write("allowed", n) for n in sizes]
         return [*choices, *reversed(shapes), PromptLogprobs(PROMPT_ROWS), *writes]
@@ -221,22 +227,25 @@ class Runner:
         return program
 
     def _compile(self, key: Key) -> Any:
-        function, arguments, donated, placed = self._described(key)
-        if self._kept is not None and (kept := self._kept.load(repr(key), arguments, placed)) is not None:
+        function, arguments, donated, out_shardings = self._described(key)
+        if (
+            self._executables is not None
+            and (kept := self._executables.load(repr(key), arguments, out_shardings)) is not None
+        ):
             return kept
         with jax.default_matmul_precision(self._precision):
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=placed)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings)
             compiled = jitted.lower(*arguments).compile(compiler_options=self._options(key))
-        if self._kept is not None:
-            self._kept.save(repr(key), compiled)
+        if self._executables is not None:
+            self._executables.save(repr(key), compiled)
         return compiled
 
-    def _kept_programs(self, folder: Path) -> KeptPrograms:
+    def _executable_cache(self, folder: Path) -> ExecutableCache:
         held = jax.tree.map(
             lambda x: (x.shape, x.dtype.name, str(x.sharding)), (self.weights, self.pages, self.slots)
         )
         setting = (self.spec, self.layout, self.config.block_size, self._precision, held)
-        return KeptPrograms(folder, list(self.mesh.devices.flat), *setting)
+        return ExecutableCache(folder, list(self.mesh.devices.flat), *setting)
 
     def _options(self, key: Key) -> dict[str, Any] | None:
         if self._platform != "gpu":
@@ -255,7 +264,7 @@ class Runner:
 
         return run
 
-    def _described(self, key: Key) -> programs.Described:
+    def _described(self, key: Key) -> programs.ProgramSpec:
         return programs.described(key, self._setting, self.weights, self.pages, self.slots)
 
     def _write(self, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> None:
@@ -271,7 +280,7 @@ class Runner:
 
     def _run_all(self) -> None:
         """Loads every program onto the devices and proves that its memory is there; padding alone runs."""
-        wants = [Wants(0)] if self._branches else [*WAYS, Wants.ADJUSTED | Wants.LOGPROBS]
+        wants = [Features(0)] if self._branches else [*VARIANTS, Features.ADJUSTED | Features.LOGPROBS]
         chosen_for: set[int] = set()  # numbers of rows, which shapes share
         for shape in self.paddings.all_shapes():
             packed = np.zeros(shape.packed_size, np.int32)
@@ -301,7 +310,7 @@ def _write_size(num_rows: int, most: int) -> int:
 
 def keep_compiled(cache_dir: Path) -> Path | None:
     """Lets JAX keep what was compiled for the next start, unless the user has set a place for it that is the
-    user's own. On GPUs also a folder for KeptPrograms."""
+    user's own. On GPUs also a folder for ExecutableCache."""
     chosen = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if chosen and "://" not in chosen and not cpu.is_ours(Path(chosen)):
         log.warning("%s belongs to another user or is writable by others: nothing is loaded from it", chosen)
@@ -338,10 +347,10 @@ def accelerated_attention(
 def accelerated_experts(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> RoutedExperts:
     """Like accelerated_attention, for the experts that tokens choose."""
     platform = _platform(mesh)
-    if platform == "gpu" and gpu_experts.can_visit(spec.activation, dtype):
-        return gpu_experts.visit
+    if platform == "gpu" and gpu_experts.can_fuse(spec.activation, dtype):
+        return gpu_experts.fused_moe
     if platform == "tpu" and dtype == jnp.bfloat16:
-        return tpu_experts.visit
+        return tpu_experts.fused_moe
     if platform != "cpu" and any(layer.experts for layer in spec.layers):
         log.warning("no kernel for experts with %s in %s: a slower one is used", spec.activation, dtype)
     return experts.dense

@@ -54,7 +54,7 @@ class SamplingRows(NamedTuple):
     constrained: jax.Array  # i32: MASKED | BIASED
 
 
-class Wants(IntFlag):
+class Features(IntFlag):
     """What the rows of a batch ask for besides the likeliest token. On GPUs the host waits at every branch to
     see which way it goes; what it knows beforehand is therefore left out of programs, not branched around."""
 
@@ -66,7 +66,12 @@ class Wants(IntFlag):
 
 
 # The ways to choose a token of adjusted logits, each of which can do what those before it can.
-WAYS = (Wants(0), Wants.RANDOM, Wants.RANDOM | Wants.CUT, Wants.RANDOM | Wants.CUT | Wants.TYPICAL)
+VARIANTS = (
+    Features(0),
+    Features.RANDOM,
+    Features.RANDOM | Features.CUT,
+    Features.RANDOM | Features.CUT | Features.TYPICAL,
+)
 
 
 class SlotRows(Protocol):
@@ -92,7 +97,7 @@ class Chosen(NamedTuple):
     top_logprobs: jax.Array  # [R, MAX_LOGPROBS] f32
 
 
-class Border(NamedTuple):
+class Cutoff(NamedTuple):
     """What a row keeps: its nearest tokens, just as many as their values take to reach the target."""
 
     distance: jax.Array  # [R, V] f32
@@ -105,7 +110,7 @@ def choose(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> Chosen:
 
     def sampled() -> jax.Array:
         adjust = partial(adjusted, rows=rows, slots=slots, branches=True)
-        return tokens(lax.cond(jnp.any(_adjusts(rows)), adjust, lambda x: x, logits), rows, way=None)
+        return tokens(lax.cond(jnp.any(_adjusts(rows)), adjust, lambda x: x, logits), rows, variant=None)
 
     token_ids = lax.cond(jnp.any(_random(rows) | _adjusts(rows)), sampled, lambda: _likeliest(logits))
     logprobs = lax.cond(
@@ -116,22 +121,22 @@ def choose(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> Chosen:
     return Chosen(token_ids, *logprobs)
 
 
-def wanted(rows: SamplingRows) -> Wants:
+def wanted(rows: SamplingRows) -> Features:
     """By any of the rows, which lie on the host here."""
     random = _random(rows)
     asked = {
-        Wants.RANDOM: random,
-        Wants.CUT: random & ((rows.top_k > 0) | (rows.top_p < 1)),
-        Wants.TYPICAL: random & (rows.typical_p < 1),
-        Wants.ADJUSTED: _adjusts(rows),
-        Wants.LOGPROBS: rows.num_logprobs >= 0,
+        Features.RANDOM: random,
+        Features.CUT: random & ((rows.top_k > 0) | (rows.top_p < 1)),
+        Features.TYPICAL: random & (rows.typical_p < 1),
+        Features.ADJUSTED: _adjusts(rows),
+        Features.LOGPROBS: rows.num_logprobs >= 0,
     }
-    return Wants(sum(want for want, by in asked.items() if np.any(by)))
+    return Features(sum(want for want, by in asked.items() if np.any(by)))
 
 
-def way_of(wanted: Wants) -> Wants:
-    """The first of WAYS that can do it."""
-    return next(way for way in WAYS if wanted & WAYS[-1] & ~way == 0)
+def variant_of(wanted: Features) -> Features:
+    """The first of VARIANTS that can do it."""
+    return next(variant for variant in VARIANTS if wanted & VARIANTS[-1] & ~variant == 0)
 
 
 def logprobs_of(logits: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -193,20 +198,20 @@ def adjusted(logits: jax.Array, rows: SamplingRows, slots: SlotRows, branches: b
     return when(_has(rows, MASKED), lambda x: _masked(x, rows, slots), logits)
 
 
-def tokens(logits: jax.Array, rows: SamplingRows, way: Wants | None) -> jax.Array:
-    """Adjusted logits [R, V] -> [R] i32, -1 where there is none; None of WAYS: whichever is wanted."""
-    if way == Wants(0):
+def tokens(logits: jax.Array, rows: SamplingRows, variant: Features | None) -> jax.Array:
+    """Adjusted logits [R, V] -> [R] i32, -1 where there is none; None of VARIANTS: whichever is wanted."""
+    if variant == Features(0):
         return _likeliest(logits)
     random, likeliest = _random(rows), _likeliest(logits)
 
     def drawn() -> jax.Array:
-        return jnp.where(random, _drawn(weights(logits, rows, way), rows), likeliest)
+        return jnp.where(random, _drawn(weights(logits, rows, variant), rows), likeliest)
 
-    token_ids = lax.cond(jnp.any(random), drawn, lambda: likeliest) if way is None else drawn()
+    token_ids = lax.cond(jnp.any(random), drawn, lambda: likeliest) if variant is None else drawn()
     return jnp.where(likeliest >= 0, token_ids, -1)
 
 
-def weights(logits: jax.Array, rows: SamplingRows, way: Wants | None) -> jax.Array:
+def weights(logits: jax.Array, rows: SamplingRows, variant: Features | None) -> jax.Array:
     """Adjusted logits -> i32 [R, V]: how many parts of its row's sum are a token's chance to be drawn.
 
     Rows that are not random get numbers without meaning.
@@ -216,24 +221,24 @@ def weights(logits: jax.Array, rows: SamplingRows, way: Wants | None) -> jax.Arr
     scaled = (logits - best) / jnp.where(random, rows.temperature, 1)[:, None]  # at most 0: nothing overflows
     chance = jnp.exp(scaled)  # the likeliest's is 1
 
-    def top_k() -> Border:
-        return Border(-logits, jnp.ones(logits.shape, jnp.int32), rows.top_k)
+    def top_k() -> Cutoff:
+        return Cutoff(-logits, jnp.ones(logits.shape, jnp.int32), rows.top_k)
 
-    def top_p() -> Border:
+    def top_p() -> Cutoff:
         parts, _ = _parts(chance)
-        return Border(-logits, parts, _share(rows.top_p, parts))
+        return Cutoff(-logits, parts, _share(rows.top_p, parts))
 
-    def typical_p() -> Border:
+    def typical_p() -> Cutoff:
         parts, scale = _parts(chance)
-        return Border(_unlikeness(scaled, chance, parts, scale), parts, _share(rows.typical_p, parts))
+        return Cutoff(_unlikeness(scaled, chance, parts, scale), parts, _share(rows.typical_p, parts))
 
-    branches = way is None
-    if way is None or Wants.CUT in way:
+    branches = variant is None
+    if variant is None or Features.CUT in variant:
         fewer = random & (rows.top_k > 0) & (rows.top_k < logits.shape[-1])
         chance = _cut(chance, fewer, top_k, branches)
         chance = _cut(chance, random & (rows.top_p < 1), top_p, branches)
     chance = jnp.where(chance >= rows.min_p[:, None], chance, 0)
-    if way is None or Wants.TYPICAL in way:
+    if variant is None or Features.TYPICAL in variant:
         chance = _cut(chance, random & (rows.typical_p < 1), typical_p, branches)
     return _parts(chance)[0]
 
@@ -305,12 +310,12 @@ def _add(to: jax.Array, wanted: jax.Array, token_ids: jax.Array, values: jax.Arr
     return to.at[jnp.arange(len(to))[:, None], at].add(values, mode="drop")
 
 
-def _cut(chance: jax.Array, wanted: jax.Array, border: Callable[[], Border], branches: bool) -> jax.Array:
+def _cut(chance: jax.Array, wanted: jax.Array, border: Callable[[], Cutoff], branches: bool) -> jax.Array:
     """The chances, in rows that want it, of the tokens inside the border only."""
 
     def keep() -> jax.Array:
         distance, values, target = border()
-        radius = _radius(Border(distance, values, jnp.where(wanted, target, 0)))
+        radius = _threshold(Cutoff(distance, values, jnp.where(wanted, target, 0)))
         return jnp.where((distance <= radius[:, None]) | ~wanted[:, None], chance, 0)
 
     return lax.cond(jnp.any(wanted), keep, lambda: chance) if branches else keep()
@@ -341,7 +346,7 @@ def _unlikeness(scaled: jax.Array, chance: jax.Array, parts: jax.Array, scale: j
     return jnp.where(chance > 0, jnp.abs(information - entropy * 2.0**-ENTROPY_BITS), jnp.inf)
 
 
-def _radius(border: Border) -> jax.Array:
+def _threshold(border: Cutoff) -> jax.Array:
     """[R]: the smallest distance within which a row's values sum to its target; infinite if none does.
 
     Both ways give the same: 32 passes over the vocabulary suit accelerators, a partial sort suits CPUs.
@@ -349,7 +354,7 @@ def _radius(border: Border) -> jax.Array:
     return lax.platform_dependent(border, cpu=_radius_of_nearest, default=_radius_by_bisection)
 
 
-def _radius_of_nearest(border: Border) -> jax.Array:
+def _radius_of_nearest(border: Cutoff) -> jax.Array:
     near, at = lax.top_k(-border.distance, min(NEAREST, border.distance.shape[-1]))
     ends = jnp.cumsum(jnp.take_along_axis(border.values, at, axis=-1), axis=-1)
     return lax.cond(
@@ -359,7 +364,7 @@ def _radius_of_nearest(border: Border) -> jax.Array:
     )
 
 
-def _radius_by_bisection(border: Border) -> jax.Array:
+def _radius_by_bisection(border: Cutoff) -> jax.Array:
     """Halves the range of the floats' bit patterns: no sort, and exact in as many steps as there are bits."""
     distance, values, target = border
     keys = _flip_negatives(lax.bitcast_convert_type(distance, jnp.int32))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hex_llm.execution.batch import Ints
-from hex_llm.execution.sampling import BIASED, MASKED, SamplingRows, Wants, wanted
+from hex_llm.execution.sampling import BIASED, MASKED, Features, SamplingRows, wanted
 from hex_llm.sampling_params import MAX_TOKEN_IDS, RANGES, SamplingParams
 
 FLOATS = tuple(RANGES)
@@ -84,7 +84,7 @@ class SlotLayout:
             row[self.bias_values][: len(values)] = values.view(np.int32)
         return row
 
-    def wants(self, row: Ints) -> Wants:
+    def wants(self, row: Ints) -> Features:
         """What a `record` asks of the choice of tokens."""
         scalars = row[None, :NUM_SCALARS]
         return wanted(_sampling(scalars, scalars[:, : len(FLOATS)].view(np.float32), scalars[:, NUM_PROMPT]))

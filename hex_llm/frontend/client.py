@@ -39,7 +39,7 @@ from hex_llm.ipc.protocol import (
     Step,
     Stop,
 )
-from hex_llm.ipc.stats import LOADING, Observer, Stats, Timeline, Vitals
+from hex_llm.ipc.stats import LOADING, EngineStatus, Observer, Stats, Timeline
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import FinishReason, Request, RequestOutput, Update
@@ -75,7 +75,7 @@ class EngineClient:
         self.request_timeout_s = 0.0  # what a request may take in all; 0: any
         self.stuck_timeout_s = 20.0  # that the engine may be silent
         self.step_timeout_s = 300.0  # for a step; 0: any
-        self.vitals = Vitals()
+        self.engine_status = EngineStatus()
         self._command = command
         self._open: dict[str, Generation] = {}
         self._untold: set[Generation] = set()  # whose readers do not know yet that there is news
@@ -89,12 +89,12 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        return not self.vitals.trouble
+        return not self.engine_status.trouble
 
     @property
     def num_steps(self) -> int:
         """That the engine has told of."""
-        return self.vitals.num_steps
+        return self.engine_status.num_steps
 
     @property
     def max_len(self) -> int:
@@ -114,7 +114,7 @@ class EngineClient:
         # Once: the tokenizer and the engines that follow this one are of the same version of the model.
         self.config = await asyncio.to_thread(pinned, self.config)
         self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self.vitals.progress = "starting"
+        self.engine_status.progress = "starting"
         self._process = process = EngineProcess()
         try:
             await process.start(self._command)
@@ -132,11 +132,11 @@ class EngineClient:
         if self.limits is None:
             # Now: the engine has fetched the files, and two must not do so at the same time.
             self.tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
-        if self.vitals.trouble not in (LOADING, RESTARTING):
-            raise EngineStopped(self.vitals.trouble)
-        self.limits, self.vitals.memory, self.vitals.progress = ready.limits, ready.memory, ""
+        if self.engine_status.trouble not in (LOADING, RESTARTING):
+            raise EngineStopped(self.engine_status.trouble)
+        self.limits, self.engine_status.memory, self.engine_status.progress = ready.limits, ready.memory, ""
         log.info("sequences that may run and wait: %d (--max_concurrent_requests)", self.max_sequences)
-        self.vitals.trouble, self._serving_since = "", time.monotonic()
+        self.engine_status.trouble, self._serving_since = "", time.monotonic()
 
     async def stop(self, timeout_s: float) -> None:
         """Ends the process: after its present step or, if that or loading takes longer, at once."""
@@ -156,7 +156,7 @@ class EngineClient:
 
     def fail(self, reason: str) -> None:
         """Ends every request, and all that are still to come, with EngineStopped."""
-        self.vitals.trouble = reason
+        self.engine_status.trouble = reason
         for generation in self._open.values():
             generation.fail(EngineStopped(reason))
             self._note_end(generation, FinishReason.ERROR)
@@ -174,7 +174,7 @@ class EngineClient:
             return
         self._lost(ModelError(f"the engine's process {how}"))
         self._room.clear()
-        self.vitals.num_pending = 0
+        self.engine_status.num_pending = 0
         if process is self._serving:
             await self._restart()
 
@@ -182,13 +182,13 @@ class EngineClient:
         """A new process for one that has ended; again, if that does not come to serve."""
         if time.monotonic() - self._serving_since > STEADY_S:
             self._num_restarts = 0
-        while self.vitals.trouble == FAILED:
+        while self.engine_status.trouble == FAILED:
             if self._num_restarts == MAX_RESTARTS:
                 log.critical(GIVEN_UP)
                 self.fail(GIVEN_UP)
                 return
             log.warning("starting the engine again")
-            self.vitals.trouble = RESTARTING
+            self.engine_status.trouble = RESTARTING
             self._num_restarts += 1
             try:
                 await self._release(0)
@@ -197,15 +197,15 @@ class EngineClient:
                 log.info("the engine is ready again")
             except Exception as error:  # also of the system, which may lack memory, processes or space
                 log.error("the engine could not be started again: %s", error)
-                if self.vitals.trouble == RESTARTING:
-                    self.vitals.trouble = FAILED
+                if self.engine_status.trouble == RESTARTING:
+                    self.engine_status.trouble = FAILED
 
     def _lost(self, error: HexError) -> None:
         """The engine will not answer any more; the first reason counts.
 
         An unforeseen error's message is for who starts the server, not for its clients.
         """
-        if self.vitals.trouble not in ("", LOADING, RESTARTING):
+        if self.engine_status.trouble not in ("", LOADING, RESTARTING):
             return
         if self._loaded.done():
             log.error("%s", error)
@@ -270,8 +270,8 @@ class EngineClient:
         self._room.check(num_sequences, self.max_sequences)
 
     def _check_ready(self) -> None:
-        if self.vitals.trouble:
-            raise EngineStopped(self.vitals.trouble)
+        if self.engine_status.trouble:
+            raise EngineStopped(self.engine_status.trouble)
 
     def _prepare(
         self, prompt: str | Sequence[int], params: SamplingParams, priority: int, cache_salt: str
@@ -311,15 +311,15 @@ class EngineClient:
 
     def _submit(self, request: Request) -> None:
         self._send(Add(for_engine(request)))
-        if not self.vitals.num_pending:
-            self.vitals.progressed = time.monotonic()
+        if not self.engine_status.num_pending:
+            self.engine_status.progressed = time.monotonic()
         self._room.send(request.request_id, request.params.num_choices)
-        self.vitals.num_pending = self._room.num_requests
+        self.engine_status.num_pending = self._room.num_requests
 
     def _settle(self, request_id: str, num_choices: int | None = None) -> None:
         """The engine has told the end of so many choices; None: of all."""
         self._room.settle(request_id, num_choices)
-        self.vitals.num_pending = self._room.num_requests
+        self.engine_status.num_pending = self._room.num_requests
 
     def _note_end(self, generation: Generation, left: FinishReason) -> None:
         """`left` is the reason of those choices that have not ended."""
@@ -345,8 +345,8 @@ class EngineClient:
     async def _take(self, report: Report) -> None:
         match report:
             case Step(updates, num_steps, stats):
-                now = time.monotonic()
-                self.vitals.num_steps, self.vitals.stats, self.vitals.progressed = num_steps, stats, now
+                status, now = self.engine_status, time.monotonic()
+                status.num_steps, status.stats, status.progressed = num_steps, stats, now
                 for request_id, seconds in stats.waited:
                     if generation := self._open.get(request_id):
                         generation.timeline.queued_s = seconds
@@ -358,9 +358,9 @@ class EngineClient:
             case Beat(is_busy):
                 # Without a limit for steps, who watches the server must judge how long they take.
                 if is_busy and self.step_timeout_s:
-                    self.vitals.progressed = time.monotonic()
+                    self.engine_status.progressed = time.monotonic()
             case Progress(message):
-                self.vitals.progress = message
+                self.engine_status.progress = message
                 log.info("%s", message)
             case Ready():
                 if not self._loaded.done():

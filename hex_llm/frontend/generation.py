@@ -21,7 +21,7 @@ class Generation:
         self.ended = False
         # Called when there is news but not the end, instead of waking a reader who waits for it, which would
         # take longer than what most do with it: whether `collector.deltas()` were taken.
-        self.take_now: Callable[[], bool] | None = None
+        self.write_inline: Callable[[], bool] | None = None
         self._error: HexError | None = None
         self._has_news = False
         self._reader: asyncio.Future[None] | None = None  # waits for news
@@ -82,7 +82,7 @@ class Generation:
     def tell(self) -> None:
         """The reader gets what is new. This is done for each token: a third of an asyncio.Event's time."""
         if self._has_news and self._reader is not None and not self._reader.done():
-            if self.take_now is not None and not self.ended and self.take_now():
+            if self.write_inline is not None and not self.ended and self.write_inline():
                 self._has_news = False
             else:
                 self._reader.set_result(None)

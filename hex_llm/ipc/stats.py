@@ -72,7 +72,7 @@ class Timeline:
 
 
 @dataclass
-class Vitals:
+class EngineStatus:
     """How an engine is; its client keeps this."""
 
     trouble: str = LOADING  # why it does not serve; empty: it does

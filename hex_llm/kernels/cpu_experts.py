@@ -12,12 +12,12 @@ from jax.experimental.pallas import cdiv
 
 from hex_llm.kernels import cpu
 from hex_llm.kernels.cpu import Panels
-from hex_llm.kernels.experts import Activation, added_up, by_expert
+from hex_llm.kernels.experts import Activation, by_expert, combined
 
 FEW_ROWS, MANY_ROWS = 8, 32  # of a block
 
 
-def visit(
+def fused_moe(
     x: jax.Array,
     chosen: jax.Array,
     scores: jax.Array,
@@ -36,7 +36,7 @@ def visit(
     pairs = jnp.pad(order, (0, num_rows))
     scale = scores.reshape(-1, 1)
 
-    def ask(expert: int, start: jax.Array, i: jax.Array, said: jax.Array) -> jax.Array:
+    def ask(expert: int, start: jax.Array, i: jax.Array, expert_out: jax.Array) -> jax.Array:
         first = start + i * num_rows
         asked = lax.dynamic_slice_in_dim(pairs, first, num_rows)
         # A single token is the same in every block: without a barrier XLA would ask all experts beforehand.
@@ -44,14 +44,14 @@ def visit(
         if scale_input:
             inputs = inputs * scale[asked]
         answers = cpu.matmul(cpu.gated(inputs, gate_up[expert], activation), down[expert])
-        return lax.dynamic_update_slice_in_dim(said, answers, first, 0)
+        return lax.dynamic_update_slice_in_dim(expert_out, answers, first, 0)
 
     # A block may reach into the rows of the next expert, which then writes them anew, and past the last.
-    said = jnp.zeros((num_pairs + num_rows, x.shape[1]), x.dtype)
+    expert_out = jnp.zeros((num_pairs + num_rows, x.shape[1]), x.dtype)
     start = jnp.int32(0)
     for expert in range(len(gate_up)):
         num_blocks = cdiv(ends[expert] - start, num_rows)
-        said = lax.fori_loop(0, num_blocks, partial(ask, expert, start), said)
+        expert_out = lax.fori_loop(0, num_blocks, partial(ask, expert, start), expert_out)
         start = ends[expert]
-    said = said[jnp.argsort(order)]
-    return added_up(said if scale_input else said * scale, num_tokens)
+    expert_out = expert_out[jnp.argsort(order)]
+    return combined(expert_out if scale_input else expert_out * scale, num_tokens)

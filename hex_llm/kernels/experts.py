@@ -64,7 +64,7 @@ def dense(
     return jnp.einsum("etf,edf->td", hidden, down)
 
 
-def added_up(said: jax.Array, num_tokens: int) -> jax.Array:
+def combined(expert_out: jax.Array, num_tokens: int) -> jax.Array:
     """[P, D] -> [T, D]: of each token's pairs, always in the same order."""
-    parts = said.reshape(num_tokens, -1, said.shape[-1])
+    parts = expert_out.reshape(num_tokens, -1, expert_out.shape[-1])
     return sum((parts[:, i] for i in range(1, parts.shape[1])), parts[:, 0])

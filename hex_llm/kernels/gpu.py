@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from hex_llm.kernels import gpu_cudnn
 from hex_llm.kernels.attention import Batch, Mask
-from hex_llm.kernels.gpu_kernel import Begun, Options, Tiling, attend, next_power, write_kv
+from hex_llm.kernels.gpu_kernel import Options, PartialSoftmax, Tiling, attend, next_power, write_kv
 
 MIN_DOT = 16  # the least side of a matrix product
 MAX_GROUP = 64  # query heads per KV head
@@ -47,18 +47,18 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
     are exact, and there a row's result does not depend on the others of the batch."""
-    pages, tickets = write_kv(k, v, pages, batch.slots)
+    pages, semaphores = write_kv(k, v, pages, batch.slots)
     options = Options(mask, scale, softcap)
     num_decode = len(batch.decode_tables)
     parts = []
     if num_decode:
         tiling = decode_tiling(q[:num_decode], pages, batch.decode_tables)
         rows = (q[:num_decode], batch.positions[:num_decode], None)
-        parts.append(attend(*rows, pages, batch.decode_tables, tickets[:num_decode], options, tiling))
+        parts.append(attend(*rows, pages, batch.decode_tables, semaphores[:num_decode], options, tiling))
     if len(batch.prefill_tables):
-        rest = [x[num_decode:] for x in (q, k, v, tickets, batch.positions, batch.sequences, batch.slots)]
-        q, k, v, tickets, positions, sequences, slots = rest
-        arguments = (pages, batch.prefill_tables, tickets, options)
+        rest = [x[num_decode:] for x in (q, k, v, semaphores, batch.positions, batch.sequences, batch.slots)]
+        q, k, v, semaphores, positions, sequences, slots = rest
+        arguments = (pages, batch.prefill_tables, semaphores, options)
         sequences, tiling = sequences - num_decode, prefill_tiling(q, pages, batch.prefill_tables)
         if cudnn_begins(q, pages, options):
             # Padding, which lands in block 0, becomes a sequence of its own.
@@ -117,14 +117,14 @@ def prefill(
     sequences: jax.Array,
     pages: jax.Array,
     tables: jax.Array,
-    tickets: jax.Array,
+    semaphores: jax.Array,
     options: Options,
     tiling: Tiling,
 ) -> jax.Array:
     """q [T, K, G, H], rows of a sequence together. Padding, wherever it says it belongs, stays finite."""
     sequences = jnp.maximum(sequences, 0)
     starts = row_blocks(sequences, len(tables), tiling.rows // q.shape[2])
-    return attend(q, positions, (sequences, starts), pages, tables, tickets, options, tiling)
+    return attend(q, positions, (sequences, starts), pages, tables, semaphores, options, tiling)
 
 
 def continued_prefill(
@@ -135,7 +135,7 @@ def continued_prefill(
     sequences: jax.Array,
     pages: jax.Array,
     tables: jax.Array,
-    tickets: jax.Array,
+    semaphores: jax.Array,
     options: Options,
     tiling: Tiling,
 ) -> jax.Array:
@@ -148,8 +148,10 @@ def continued_prefill(
     first_rows = jnp.append(jnp.cumsum(lengths) - lengths, 0)
     owners = sequences[starts[:-1]]
     cached = jnp.where(owners < num_seqs, positions[first_rows[owners]], -1)
-    begun = Begun(out, logs, cached)
-    return attend(q, positions, (sequences, starts), pages, tables, tickets, options, tiling, begun)
+    partial_softmax = PartialSoftmax(out, logs, cached)
+    return attend(
+        q, positions, (sequences, starts), pages, tables, semaphores, options, tiling, partial_softmax
+    )
 
 
 def row_blocks(sequences: jax.Array, num_seqs: int, length: int) -> jax.Array:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.experts import Activation, added_up, by_expert
+from hex_llm.kernels.experts import Activation, by_expert, combined
 from hex_llm.kernels.gpu_kernel import dot, index_grid, launched, next_power
 
 MIN_ROWS, MAX_ROWS = 16, 128
@@ -47,13 +47,13 @@ class Product:
     tiling: Tiling
 
 
-def can_visit(activation: str, dtype: Any) -> bool:
+def can_fuse(activation: str, dtype: Any) -> bool:
     """Whether the kernel is for models like this. What it is not for, `experts.dense` does."""
     known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
     return known and activation in ("silu", "gelu_tanh")  # Triton has no word for the other gelu
 
 
-def visit(
+def fused_moe(
     x: jax.Array,
     chosen: jax.Array,
     scores: jax.Array,
@@ -76,9 +76,9 @@ def visit(
     second = Product(per_token, None, not scale_input, tilings[1])
     splits = tilings[1].splits
     summed = x.dtype if splits * per_token == 1 else jnp.float32
-    said = multiply(hidden, *pairs, down, (splits, chosen.size, len(x[0])), summed, second)
-    parts = said.reshape(splits, num_tokens, per_token, -1).swapaxes(0, 1)
-    return added_up(parts, num_tokens).astype(x.dtype)
+    expert_out = multiply(hidden, *pairs, down, (splits, chosen.size, len(x[0])), summed, second)
+    parts = expert_out.reshape(splits, num_tokens, per_token, -1).swapaxes(0, 1)
+    return combined(parts, num_tokens).astype(x.dtype)
 
 
 def up_tiling(chosen: jax.Array, gate_up: jax.Array) -> Tiling:

@@ -52,7 +52,7 @@ class Options:
     softcap: float | None
 
 
-class Begun(NamedTuple):
+class PartialSoftmax(NamedTuple):
     """Attention of rows to the keys of their own step, to be continued over those before it."""
 
     out: jax.Array  # [T, K, G, H]
@@ -61,7 +61,7 @@ class Begun(NamedTuple):
 
 
 def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The pages with k and v [T, K, H] at the slots, in place where the pages are donated; and tickets
+    """The pages with k and v [T, K, H] at the slots, in place where the pages are donated; and semaphores
     [T, K], all 0: splits draw them at their block's first row to learn which of them ends last."""
     num_rows, num_kv_heads, head_dim = k.shape
     width = num_kv_heads * 2 * head_dim
@@ -69,18 +69,18 @@ def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> 
     # As the pages lie: what makes k and v, usually a rotation, then writes both in one go.
     kv = jnp.stack([k, v], axis=2).astype(pages.dtype).reshape(num_rows, width)
 
-    def write_kernel(slots_ref: Any, kv_ref: Any, _: Any, pages_ref: Any, tickets_ref: Any) -> None:
+    def write_kernel(slots_ref: Any, kv_ref: Any, _: Any, pages_ref: Any, semaphores_ref: Any) -> None:
         row, place = pl.program_id(0), lax.iota(jnp.int32, next_power(width))
         inside = place < width
         value = plgpu.load(kv_ref.at[row, place], mask=inside)
         plgpu.store(pages_ref.at[slots_ref[row], place], value, mask=inside)
         head = lax.iota(jnp.int32, next_power(num_kv_heads))
-        plgpu.store(tickets_ref.at[row, head], jnp.zeros_like(head), mask=head < num_kv_heads)
+        plgpu.store(semaphores_ref.at[row, head], jnp.zeros_like(head), mask=head < num_kv_heads)
 
-    tickets = jax.ShapeDtypeStruct((num_rows, num_kv_heads), jnp.int32)
-    call = launched(write_kernel, (num_rows,), [flat, tickets], warps=4, stages=1, aliases={2: 0})
-    new_pages, new_tickets = call(slots, kv, flat)
-    return new_pages.reshape(pages.shape), new_tickets
+    semaphores = jax.ShapeDtypeStruct((num_rows, num_kv_heads), jnp.int32)
+    call = launched(write_kernel, (num_rows,), [flat, semaphores], warps=4, stages=1, aliases={2: 0})
+    new_pages, new_semaphores = call(slots, kv, flat)
+    return new_pages.reshape(pages.shape), new_semaphores
 
 
 def attend(
@@ -89,10 +89,10 @@ def attend(
     blocks: tuple[jax.Array, jax.Array] | None,  # sequences of rows, starts of blocks; None: rows are single
     pages: jax.Array,
     tables: jax.Array,
-    tickets: jax.Array,
+    semaphores: jax.Array,
     options: Options,
     tiling: Tiling,
-    begun: Begun | None = None,
+    partial_softmax: PartialSoftmax | None = None,
 ) -> jax.Array:
     num_rows, num_kv_heads, group, head_dim = q.shape
     arguments = [
@@ -105,15 +105,15 @@ def attend(
     heads = num_kv_heads * group
     out = [jax.ShapeDtypeStruct((num_rows, heads * head_dim), q.dtype)]
     aliases = {}
-    if begun is not None:  # in place: rows without cached keys are not even read
+    if partial_softmax is not None:  # in place: rows without cached keys are not even read
         aliases[len(arguments)] = 0
-        arguments += [begun.out.reshape(num_rows, -1), begun.logs, begun.cached]
+        arguments += [partial_softmax.out.reshape(num_rows, -1), partial_softmax.logs, partial_softmax.cached]
     if tiling.splits > 1:
         aliases[len(arguments)] = 1
-        arguments.append(tickets)
+        arguments.append(semaphores)
         parts = jax.ShapeDtypeStruct((tiling.splits, num_rows, heads * head_dim), jnp.float32)
         totals = jax.ShapeDtypeStruct((tiling.splits, num_rows, heads), jnp.float32)
-        out += [jax.ShapeDtypeStruct(tickets.shape, tickets.dtype), parts, totals]
+        out += [jax.ShapeDtypeStruct(semaphores.shape, semaphores.dtype), parts, totals]
     kernel = partial(
         _attend_kernel,
         options=options,
@@ -122,7 +122,7 @@ def attend(
         head_dim=head_dim,
         block_size=pages.shape[1],
         one_row=blocks is None,
-        goes_on=begun is not None,
+        goes_on=partial_softmax is not None,
     )
     # Splits come last: a program without keys waits for room as any other does, so let it hold up none.
     grid = (num_kv_heads, num_rows if blocks is None else len(blocks[1]) - 1, tiling.splits)
@@ -141,12 +141,12 @@ def _attend_kernel(
     goes_on: bool,
 ) -> None:
     """After the positions: where rows are not single their sequences [T] and the starts of blocks [N + 1];
-    tables [S, B]; q [T, K * G * H]; pages [slots, K * 2 * H]; the fields of Begun where it goes on from them;
-    with splits the tickets as they were; out [T, K * G * H]; with splits the tickets [T, K], and the parts
-    and totals of _merge."""
+    tables [S, B]; q [T, K * G * H]; pages [slots, K * 2 * H]; the fields of PartialSoftmax where it goes on
+    from them; with splits the semaphores as they were; out [T, K * G * H]; with splits the semaphores [T, K],
+    and the parts and totals of _merge."""
     sequences_ref, starts_ref, *refs = (None, None, *refs) if one_row else refs  # type: ignore[assignment]
     tables_ref, q_ref, pages_ref, *refs = refs  # type: ignore[assignment]
-    begun_refs, refs = (refs[:3], refs[3:]) if goes_on else ((), refs)
+    partial_refs, refs = (refs[:3], refs[3:]) if goes_on else ((), refs)
     out_ref, *merge_refs = refs[1:] if tiling.splits > 1 else refs
     head, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     if not one_row:  # the last blocks of a prompt have the most keys: they go first
@@ -154,7 +154,7 @@ def _attend_kernel(
     start, end = (block, block + 1) if one_row else (starts_ref[block], starts_ref[block + 1])
     column = lax.iota(jnp.int32, next_power(head_dim))
     inside = None if len(column) == head_dim else column < head_dim
-    cached: Any = begun_refs[2][block] if goes_on else None
+    cached: Any = partial_refs[2][block] if goes_on else None
 
     @pl.when((start < end) & (cached != 0) if goes_on else start < end)
     def _() -> None:
@@ -198,7 +198,9 @@ def _attend_kernel(
             running = _start(tiling.rows, len(column))
             if goes_on:  # the first split does, the others are added to it
                 taken, nth = valid & (split == 0), position - cached
-                running = _continued(begun_refs, (sequence, row, nth, query_head, at), taken, inside, options)
+                running = _continued(
+                    partial_refs, (sequence, row, nth, query_head, at), taken, inside, options
+                )
             all_from = None if options.mask == Mask() else first_key(highest, options.mask)
             for masked, low, high in _stretches(begin, stop, lowest + 1, all_from, one_row, tiling.keys):
                 running = lax.fori_loop(low, high, partial(add, masked), running)
@@ -207,7 +209,7 @@ def _attend_kernel(
             out = values / total[:, None]
             pl.when(num_splits == 1)(lambda: store(out))
             if tiling.splits > 1:
-                tickets_ref, parts_ref, totals_ref = merge_refs
+                semaphores_ref, parts_ref, totals_ref = merge_refs
 
                 @pl.when(num_splits > 1)
                 def _() -> None:
@@ -216,7 +218,7 @@ def _attend_kernel(
                     plgpu.store(totals_ref.at[split, row, query_head], logs, mask=valid)
                     if not _interpreted():
                         plgpu.debug_barrier()
-                    ticket = plgpu.atomic_add(tickets_ref.at[start, head], (), jnp.int32(1))
+                    ticket = plgpu.atomic_add(semaphores_ref.at[start, head], (), jnp.int32(1))
 
                     @pl.when(ticket == num_splits - 1)
                     def _() -> None:
@@ -225,7 +227,7 @@ def _attend_kernel(
 
 
 def _continued(
-    begun_refs: tuple[Any, ...],  # out [T, heads * H], logs [S, heads, T], and keys that are cached
+    partial_refs: tuple[Any, ...],  # out [T, heads * H], logs [S, heads, T], and keys that are cached
     places: tuple[
         jax.Array, ...
     ],  # the sequence, rows [R], their places in it [R], heads [R], columns [R, C]
@@ -235,7 +237,7 @@ def _continued(
 ) -> Softmax:
     """The softmax as it was begun in the rows that are taken, else at its start: one weight, of all that was
     seen."""
-    (out_ref, logs_ref, _), (sequence, row, nth, head, at) = begun_refs, places
+    (out_ref, logs_ref, _), (sequence, row, nth, head, at) = partial_refs, places
     logs = plgpu.load(logs_ref.at[sequence, head, nth], mask=taken, other=0)
     peak = jnp.where(taken, logs * (LOG2_E / _factor(options)), NO_PEAK)
     return peak, taken.astype(jnp.float32), _load(out_ref, row, at, taken, inside).astype(jnp.float32)

@@ -18,7 +18,7 @@ MIN_ROWS, MAX_ROWS = 128, 256  # of a tile, which is computed anew for each expe
 MAX_SIDE = 1024  # of a tile of the weights: with all that is read ahead, half of the vector memory
 
 
-def visit(
+def fused_moe(
     x: jax.Array,
     chosen: jax.Array,
     scores: jax.Array,
@@ -49,12 +49,12 @@ def visit(
     if scale_input:
         inputs *= scores.reshape(-1)[pairs, None].astype(x.dtype)
     both = product(inputs, gate_up.reshape(num_experts, -1, num_inputs))
-    said = product(activation(both[:, :width]) * both[:, width:], down)
+    expert_out = product(activation(both[:, :width]) * both[:, width:], down)
     places = jnp.argsort(order).reshape(chosen.shape)
     # Choice by choice: rows of several choices would first be brought into another layout.
     out = jnp.zeros(x.shape, jnp.float32)
     for i in range(chosen.shape[1]):
-        out += said[places[:, i]].astype(jnp.float32) * (1 if scale_input else scores[:, i, None])
+        out += expert_out[places[:, i]].astype(jnp.float32) * (1 if scale_input else scores[:, i, None])
     return out.astype(x.dtype)
 
 

@@ -10,7 +10,7 @@ import h11
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hex_llm.server.stream import OUTLET, Outlet
+from hex_llm.server.stream import INLINE_WRITER, InlineWriter
 
 LINGER_S = 2  # what a client gets to send the rest of a body that nobody reads
 # Of the system for each connection: what it holds for a client that does not read is not seen here.
@@ -64,8 +64,8 @@ def connection(receive_s: float, send_s: float) -> type[asyncio.Protocol]:
         # ---- what goes
 
         async def run_app(self, scope: Any, receive: Any, send: Any) -> None:
-            """Gives the app an Outlet for the pieces of streams, past the middleware, which has nothing to do
-            with them, and past h11, which takes its time with each."""
+            """Gives the app an InlineWriter for the pieces of streams, past the middleware, which has nothing
+            to do with them, and past h11, which takes its time with each."""
             cycle, chunked = self.cycle, False  # the next cycle begins when this one has ended
 
             async def send_and_see(message: Any) -> None:
@@ -87,7 +87,7 @@ def connection(receive_s: float, send_s: float) -> type[asyncio.Protocol]:
                     self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 return True
 
-            scope[OUTLET] = Outlet(send_piece, send_now)
+            scope[INLINE_WRITER] = InlineWriter(send_piece, send_now)
             await self.whole_app(scope, receive, send_and_see)
 
         def pause_writing(self) -> None:

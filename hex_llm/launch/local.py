@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self.engine = engine
         self.drain_s = config.drain_timeout
-        self.metrics = Metrics(engine.model_name, engine.vitals)
+        self.metrics = Metrics(engine.model_name, engine.engine_status)
         self.num_signals = 0
         engine.observer, engine.log_format = self.metrics, config.log_format
         engine.request_timeout_s = config.request_timeout
@@ -176,7 +176,7 @@ def banner(engine: EngineClient, config: ServerConfig, address: str) -> str:
     return (
         f"\nhex_llm is ready on {address}\n"
         f"  model: {engine.model_name}\n"
-        f"  {engine.vitals.memory or 'memory: unknown'}\n"
+        f"  {engine.engine_status.memory or 'memory: unknown'}\n"
         f"  try:   curl {url}{example(engine.tokenizer)} -H 'Content-Type: application/json'{key}\n"
     )
 

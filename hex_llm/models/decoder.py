@@ -34,24 +34,26 @@ def forward(
     spec: ModelSpec,
     weights: Weights,
     token_ids: jax.Array,
-    spans: jax.Array,
+    rope_lengths: jax.Array,
     pages: list[jax.Array],
     batch: Batch,
     attend: PagedAttention,
-    visit: RoutedExperts,
+    fused_moe: RoutedExperts,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """token_ids [T] -> hidden states [T, D] before the head, and the KV pages of every layer.
 
-    `spans` [T]: the length of sequence that each token's rope frequencies are made for (rope.rope_table).
+    `rope_lengths` [T]: the length that each token's rope frequencies are made for (rope.rope_table).
     """
     x = rows_of(weights.embed, token_ids)
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     ropes = {layer.rope for layer in spec.layers if layer.rope}
-    tables: dict[Rope | None, RopeTable] = {r: rope_table(r, batch.positions, spans) for r in ropes}
+    tables: dict[Rope | None, RopeTable] = {r: rope_table(r, batch.positions, rope_lengths) for r in ropes}
     new_pages = []
     for layer, w, layer_pages in zip(spec.layers, weights.layers, pages, strict=True):
-        x, layer_pages = block(x, w, spec, layer, tables.get(layer.rope), layer_pages, batch, attend, visit)
+        x, layer_pages = block(
+            x, w, spec, layer, tables.get(layer.rope), layer_pages, batch, attend, fused_moe
+        )
         new_pages.append(layer_pages)
     return rms_norm(x, weights.norm, spec), new_pages
 
@@ -66,7 +68,7 @@ def logits(spec: ModelSpec, weights: Weights, hidden: jax.Array) -> jax.Array:
 
 
 # Compiled inside the step, so that layers that are alike are traced and lowered once, not once each.
-@partial(jax.jit, static_argnames=("spec", "layer", "attend", "visit"))
+@partial(jax.jit, static_argnames=("spec", "layer", "attend", "fused_moe"))
 def block(
     x: jax.Array,
     w: LayerWeights,
@@ -76,7 +78,7 @@ def block(
     pages: jax.Array,
     batch: Batch,
     attend: PagedAttention,
-    visit: RoutedExperts,
+    fused_moe: RoutedExperts,
 ) -> tuple[jax.Array, jax.Array]:
     """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
     q, k, v = project_qkv(rms_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
@@ -90,7 +92,7 @@ def block(
         softcap=spec.attn_softcap,
     )
     x = x + post_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
-    h = feed_forward(rms_norm(x, w.ffn_norm, spec), w.ffn, spec, layer, visit)
+    h = feed_forward(rms_norm(x, w.ffn_norm, spec), w.ffn, spec, layer, fused_moe)
     return x + post_norm(h, w.ffn_post_norm, spec), pages
 
 
@@ -124,12 +126,12 @@ def query_scales(temperature: tuple[float, float], positions: jax.Array) -> jax.
 
 
 def feed_forward(
-    x: jax.Array, w: FeedForward, spec: ModelSpec, layer: Layer, visit: RoutedExperts
+    x: jax.Array, w: FeedForward, spec: ModelSpec, layer: Layer, fused_moe: RoutedExperts
 ) -> jax.Array:
     activation = ACTIVATIONS[spec.activation]
     if layer.experts is None:
         return gated_mlp(x, w, activation)
-    out = moe(x, w.router, w.gate_up, w.down, layer.experts, activation, visit)
+    out = moe(x, w.router, w.gate_up, w.down, layer.experts, activation, fused_moe)
     return out if w.shared is None else out + gated_mlp(x, w.shared, activation)
 
 

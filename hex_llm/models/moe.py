@@ -27,8 +27,10 @@ def moe(
     down: Any,
     experts: Experts,
     activation: Activation,
-    visit: RoutedExperts,
+    fused_moe: RoutedExperts,
 ) -> jax.Array:
     """x [T, D], router [E, D], gate_up [E, 2, F, D], down [E, D, F] -> [T, D]."""
     chosen, scores = choose(linear(x, router), experts)
-    return visit(x, chosen, scores, gate_up, down, activation=activation, scale_input=experts.sigmoid_input)
+    return fused_moe(
+        x, chosen, scores, gate_up, down, activation=activation, scale_input=experts.sigmoid_input
+    )

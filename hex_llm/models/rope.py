@@ -8,27 +8,27 @@ import jax.numpy as jnp
 from hex_llm.models.spec import Rope
 
 
-def rope_table(rope: Rope, positions: jax.Array, spans: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, [T, pairs] each. `spans` [T]: the sequence length that a token's frequencies are for."""
-    angles = positions[:, None].astype(jnp.float32) * _frequencies(rope, spans)
+def rope_table(rope: Rope, positions: jax.Array, rope_lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, [T, pairs] each. `rope_lengths` [T]: the length that a token's frequencies are for."""
+    angles = positions[:, None].astype(jnp.float32) * _frequencies(rope, rope_lengths)
     return jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
 
 
-def _frequencies(rope: Rope, spans: jax.Array) -> jax.Array:
+def _frequencies(rope: Rope, rope_lengths: jax.Array) -> jax.Array:
     plain = jnp.array(rope.inv_freq, jnp.float32)
-    is_long = spans[:, None] > rope.original_len
+    is_long = rope_lengths[:, None] > rope.original_len
     if rope.long_inv_freq is not None:
         return jnp.where(is_long, jnp.array(rope.long_inv_freq, jnp.float32), plain)
     if rope.ntk is not None:
-        return jnp.where(is_long, _ntk_frequencies(rope, spans[:, None].astype(jnp.float32)), plain)
+        return jnp.where(is_long, _ntk_frequencies(rope, rope_lengths[:, None].astype(jnp.float32)), plain)
     return plain
 
 
-def _ntk_frequencies(rope: Rope, spans: jax.Array) -> jax.Array:
+def _ntk_frequencies(rope: Rope, rope_lengths: jax.Array) -> jax.Array:
     assert rope.ntk is not None
     theta, factor = rope.ntk
     dim = 2 * len(rope.inv_freq)
-    stretch = factor * spans / rope.original_len - (factor - 1)
+    stretch = factor * rope_lengths / rope.original_len - (factor - 1)
     base = theta * stretch ** (dim / (dim - 2))
     return 1.0 / base ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
 

@@ -349,7 +349,7 @@ class Scheduler:
         self._release(sequence)
         sequence.num_computed = 0
         if sequence.must_restart:
-            sequence.span = sequence.length
+            sequence.rope_length = sequence.length
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:

@@ -39,7 +39,7 @@ class Sequence:
     slot: int = NO_SLOT
     slot_is_written: bool = False  # the device remembers it there
     num_computed: int = 0  # tokens whose KV is in the cache, or will be after the steps sent off
-    span: int = 0  # its length when it was last prefilled on purpose: rope frequencies are for that
+    rope_length: int = 0  # its length when it was last prefilled on purpose: rope frequencies are for that
     num_cached: int | None = None  # prompt tokens found in the prefix cache; None before it is admitted
     num_preempted: int = 0
     is_held: bool = False  # what may come next is still being found out: no step takes it in
@@ -49,7 +49,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or list(self.prompt_ids)
-        self.span = self.span or len(self.token_ids)
+        self.rope_length = self.rope_length or len(self.token_ids)
 
     @property
     def order(self) -> tuple[float, int]:
@@ -72,12 +72,12 @@ class Sequence:
     @property
     def must_restart(self) -> bool:
         """It has grown past the length that its keys were made for."""
-        return self.recompute_len is not None and self.span <= self.recompute_len < self.length
+        return self.recompute_len is not None and self.rope_length <= self.recompute_len < self.length
 
     @property
     def shares_blocks(self) -> bool:
         """Its blocks hold what any sequence's would that begins alike."""
-        longest = max(self.span, self.num_computed)
+        longest = max(self.rope_length, self.num_computed)
         return self.cache_key is not None and (self.cache_len is None or longest <= self.cache_len)
 
     @property
@@ -90,7 +90,7 @@ class Sequence:
         """The next so many tokens go into a step that is sent off now."""
         end = self.num_computed + num_tokens
         samples = end == self.length
-        chunk = Chunk(self.slot, self.num_computed, num_tokens, self.blocks, self.span, samples)
+        chunk = Chunk(self.slot, self.num_computed, num_tokens, self.blocks, self.rope_length, samples)
         self.num_computed = end
         self.num_in_flight += 1
         self.num_unread += samples

@@ -25,7 +25,7 @@ from hex_llm.server.body import check_num_values, shown, values_in
 from hex_llm.server.encoding import Listed, Whole
 from hex_llm.server.replies import Fields, chunks, end_of, given, head_of, whole
 from hex_llm.server.schemas import ChatRequest
-from hex_llm.server.stream import Job, News, Told
+from hex_llm.server.stream import Job, ReplyStream, StreamDelta
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, reasoning_parser
 from hex_llm.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ async def chat(backend: Backend, request: ChatRequest, config: ServerConfig = DE
     return Whole(size_of(output), partial(_reply, talk, head, output))
 
 
-def _reply(talk: Talk, head: Fields, output: RequestOutput) -> Fields:
+def _reply(talk: PreparedChat, head: Fields, output: RequestOutput) -> Fields:
     reply = whole(head, [output], [talk.choice(one) for one in output.outputs])
     ids = Listed(output.prompt_token_ids) if talk.request.return_token_ids else None
     extras = {"prompt_logprobs": logprobs.of_prompt(output), "prompt_token_ids": ids}
@@ -79,7 +79,7 @@ def _reply(talk: Talk, head: Fields, output: RequestOutput) -> Fields:
 
 async def stream_chat(
     backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS, *, usage_at_end: bool = False
-) -> Told:
+) -> ReplyStream:
     """`usage_at_end`: also without `include_usage` the last chunk tells it, as Google's clients expect."""
     talk = await prepare(backend, request, config)
     head = head_of(backend, request, "chatcmpl", "chat.completion.chunk")
@@ -103,7 +103,7 @@ async def stream_chat(
 
 
 @dataclass(frozen=True)
-class Talk:
+class PreparedChat:
     """A chat on its way to the engine and back."""
 
     request: ChatRequest
@@ -147,7 +147,7 @@ class Talk:
 
 async def prepare(
     backend: Backend, request: ChatRequest, config: ServerConfig, *, only_prompt: bool = False
-) -> Talk:
+) -> PreparedChat:
     """If more is wanted than its prompt: QueueFull, and a prompt surely longer than the model takes is
     refused."""
     check_model(backend, config, request.model)
@@ -168,7 +168,7 @@ def _num_chars(request: ChatRequest) -> int:
     return size
 
 
-def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_prompt: bool) -> Talk:
+def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_prompt: bool) -> PreparedChat:
     params, tokenizer = request.params(), backend.tokenizer
     if not only_prompt:
         backend.check_room(params.num_choices)
@@ -191,7 +191,7 @@ def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_
     new_reasoning_parser = None if reasons is None else lambda: reasoning_parser(reasons)
     any_length = only_prompt or params.truncate_prompt_tokens is not None
     ids = _encode(tokenizer, request, wanted, None if any_length else backend.max_len)
-    return Talk(request, tokenizer, ids, params, new_tool_parser, new_reasoning_parser)
+    return PreparedChat(request, tokenizer, ids, params, new_tool_parser, new_reasoning_parser)
 
 
 def _tool_parser(
@@ -325,12 +325,12 @@ def _joined(deltas: Iterable[Fields]) -> list[Fields]:
 class GrowingMessage:
     """One choice of a chat, for the chunks of a stream."""
 
-    def __init__(self, talk: Talk) -> None:
+    def __init__(self, talk: PreparedChat) -> None:
         self._talk = talk
         self._reader = talk.reader()
         self._begun = False
 
-    def add(self, news: News) -> Iterable[Fields]:
+    def add(self, news: StreamDelta) -> Iterable[Fields]:
         delta, ended = news.delta, news.delta.finish_reason is not None
         found = self._reader.add(delta.text, ended=ended)
         wants_ids = self._talk.request.return_token_ids

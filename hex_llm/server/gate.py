@@ -139,14 +139,14 @@ class Gate:
     def trouble(self, *, watched: bool) -> str:
         """Why requests cannot be served now; empty if they can. An engine that stalls may go on: only who
         watches it is told."""
-        vitals = self.metrics.vitals
+        engine_status = self.metrics.engine_status
         if self.metrics.draining:
             return "the server is shutting down"
         if not self.backend.ready:
-            progress = f" ({vitals.progress})" if vitals.progress else ""
-            return f"the server is not ready: {vitals.trouble}{progress}"
-        if watched and vitals.stalled_s > self.config.health_timeout:
-            return f"the engine has made no step for {vitals.stalled_s:.0f} s, though there is work"
+            progress = f" ({engine_status.progress})" if engine_status.progress else ""
+            return f"the server is not ready: {engine_status.trouble}{progress}"
+        if watched and engine_status.stalled_s > self.config.health_timeout:
+            return f"the engine has made no step for {engine_status.stalled_s:.0f} s, though there is work"
         return ""
 
     def has_key(self, headers: Headers) -> bool:

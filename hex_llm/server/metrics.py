@@ -25,7 +25,7 @@ from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 
 from hex_llm import __version__
-from hex_llm.ipc.stats import Observer, Stats, Timeline, Vitals
+from hex_llm.ipc.stats import EngineStatus, Observer, Stats, Timeline
 from hex_llm.server.backend import Backend
 
 SOON = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
@@ -46,13 +46,13 @@ CURRENT: ContextVar[list[Timeline] | None] = ContextVar("CURRENT", default=None)
 
 
 class Metrics(Observer):
-    def __init__(self, model_name: str, vitals: Vitals | None = None) -> None:
+    def __init__(self, model_name: str, engine_status: EngineStatus | None = None) -> None:
         self.model_name = model_name
-        self.vitals = vitals or Vitals()
+        self.engine_status = engine_status or EngineStatus()
         self.draining = False  # the server is shutting down
         self.num_open = 0  # HTTP requests that are being worked at
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineNumbers(model_name, self.vitals))
+        self.registry.register(_EngineNumbers(model_name, self.engine_status))
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_S + 1)  # second, tokens
 
         soon, between, life = self._times(SOON), self._times(BETWEEN), self._times(LONG)
@@ -178,7 +178,7 @@ class Metrics(Observer):
 
     def now(self) -> dict[str, Any]:
         """The state of the engine in a few numbers."""
-        stats = self.vitals.stats
+        stats = self.engine_status.stats
         queries = stats.num_prefix_queries
         return {
             "running": stats.num_running,
@@ -224,12 +224,12 @@ class _Pauses(Collector):
 class _EngineNumbers(Collector):
     """What the engine told last."""
 
-    def __init__(self, model_name: str, vitals: Vitals) -> None:
+    def __init__(self, model_name: str, engine_status: EngineStatus) -> None:
         self.model_name = model_name
-        self.vitals = vitals
+        self.engine_status = engine_status
 
     def collect(self) -> Iterator[Metric]:
-        s, vitals = self.vitals.stats, self.vitals
+        s, engine_status = self.engine_status.stats, self.engine_status
         for name, about, value in (
             ("vllm:num_requests_running", "Sequences in execution.", s.num_running),
             ("vllm:num_requests_waiting", "Sequences waiting to be processed.", s.num_waiting),
@@ -237,7 +237,7 @@ class _EngineNumbers(Collector):
             ("hex_llm:kv_blocks", "Blocks of the KV cache.", s.num_blocks),
             ("hex_llm:kv_blocks_free", "Blocks that nobody holds.", s.num_free_blocks),
             ("hex_llm:kv_blocks_cached", "Blocks that hold a known prefix.", s.num_cached_blocks),
-            ("hex_llm:stalled_seconds", "How long there has been work and no step.", vitals.stalled_s),
+            ("hex_llm:stalled_seconds", "How long there has been work and no step.", engine_status.stalled_s),
         ):
             gauge = GaugeMetricFamily(name, about, labels=["model_name"])
             gauge.add_metric([self.model_name], value)
@@ -249,7 +249,7 @@ class _EngineNumbers(Collector):
             ("vllm:estimated_flops_per_gpu", "Floating point operations of a device.", s.num_flops),
             ("hex_llm:padding_tokens", "Tokens that steps computed in vain: padding.", s.num_padding),
             ("hex_llm:late_compiles", "Programs compiled after the warm-up.", s.num_late_compiles),
-            ("hex_llm:engine_steps", "Steps of the engine.", vitals.num_steps),
+            ("hex_llm:engine_steps", "Steps of the engine.", engine_status.num_steps),
         ):
             counter = CounterMetricFamily(name, about, labels=["model_name"])
             counter.add_metric([self.model_name], count)

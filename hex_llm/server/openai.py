@@ -25,7 +25,7 @@ from hex_llm.server.chat import DEFAULTS, chat, check_parsers, stream_chat
 from hex_llm.server.encoding import Listed, Whole, encode
 from hex_llm.server.replies import Fields, chunks, end_of, head_of, whole
 from hex_llm.server.schemas import ChatRequest, CompletionRequest
-from hex_llm.server.stream import Job, News, Told, streamed
+from hex_llm.server.stream import Job, ReplyStream, StreamDelta, streamed
 from hex_llm.types import CompletionOutput, Logprobs, RequestOutput
 
 KIND = ("cmpl", "text_completion")
@@ -57,7 +57,7 @@ def _reply(
     return whole(head, outputs, choices)
 
 
-async def stream_completion(backend: Backend, request: CompletionRequest) -> Told:
+async def stream_completion(backend: Backend, request: CompletionRequest) -> ReplyStream:
     params = request.params()
     prompts = await _prompts(backend, request, params)
     jobs = [Job(prompt, params, request.priority, request.cache_salt) for prompt in prompts]
@@ -115,7 +115,7 @@ class GrowingText:
         self._text = ""
         self._begun = False
 
-    def add(self, news: News) -> Iterable[Fields]:
+    def add(self, news: StreamDelta) -> Iterable[Fields]:
         delta, ended = news.delta, news.delta.finish_reason is not None
         if not delta.token_ids and not ended:  # an echo, whose log-probabilities may not all be known yet
             self._text += delta.text
@@ -135,7 +135,7 @@ class GrowingText:
         self._begun = True
         return (fields,)
 
-    def _known(self, news: News, text: str, known: Sequence[Logprobs], ended: bool) -> Fields:
+    def _known(self, news: StreamDelta, text: str, known: Sequence[Logprobs], ended: bool) -> Fields:
         ids = news.delta.token_ids
         if self._begun:
             self._text += text

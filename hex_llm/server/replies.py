@@ -15,7 +15,7 @@ from hex_llm.frontend.generation import Generation
 from hex_llm.server.backend import Backend
 from hex_llm.server.encoding import encode
 from hex_llm.server.schemas import OpenAIRequest, StreamOptions
-from hex_llm.server.stream import DONE, Job, News, Told, event, refuse_best_of
+from hex_llm.server.stream import DONE, Job, ReplyStream, StreamDelta, event, refuse_best_of
 from hex_llm.types import CompletionOutput, RequestOutput
 
 Fields = dict[str, Any]
@@ -65,7 +65,7 @@ def end_of(choice: CompletionOutput) -> Fields:
 class Choice(Protocol):
     """One choice while it grows."""
 
-    def add(self, news: News) -> Iterable[Fields]:
+    def add(self, news: StreamDelta) -> Iterable[Fields]:
         """What its next chunks say; nothing, where the news has nothing that a client could use."""
 
 
@@ -83,7 +83,7 @@ class Frame:
         self._num_output = 0
         self._generations: dict[int, Generation] = {}
 
-    def count(self, news: News) -> None:
+    def count(self, news: StreamDelta) -> None:
         delta = news.delta
         self._generations[news.job] = news.generation
         self._num_output += len(delta.token_ids)
@@ -116,7 +116,7 @@ def chunks(
     *,
     opening: Callable[[Generation], Fields] | None = None,
     usage_at_end: bool = False,
-) -> Told:
+) -> ReplyStream:
     """A reply in chunks, then DONE; `opening` are further fields of the first one.
 
     `usage_at_end`: the chunk that ends the last choice tells the usage, unless a chunk of its own will.
@@ -129,7 +129,7 @@ def chunks(
     choices = [new_choice() for _ in range(len(jobs) * n)]
     frame = Frame(head, len(choices), request.stream_options, usage_at_end)
 
-    def say(news: News) -> bytes:
+    def render(news: StreamDelta) -> bytes:
         nonlocal opening
         frame.count(news)
         index, more, found = news.job * n + news.delta.index, b"", b""
@@ -140,4 +140,4 @@ def chunks(
             more = b""
         return found if frame.num_open else found + frame.end()
 
-    return Told(backend, jobs, say)
+    return ReplyStream(backend, jobs, render)

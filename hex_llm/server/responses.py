@@ -20,7 +20,7 @@ from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read, shaped
 from hex_llm.server.backend import Backend, answer, raise_failure, size_of, unless_gone
 from hex_llm.server.body_route import BodyRoute
-from hex_llm.server.chat import Talk, prepare
+from hex_llm.server.chat import PreparedChat, prepare
 from hex_llm.server.encoding import Listed, Whole, encode
 from hex_llm.server.problems import problem_of
 from hex_llm.server.replies import Fields
@@ -109,7 +109,7 @@ async def _our_names(request: ResponsesRequest) -> AsyncIterator[None]:
 class Growing:
     """One response while it grows: the events that tell it, and at last the whole."""
 
-    def __init__(self, backend: Backend, request: ResponsesRequest, talk: Talk) -> None:
+    def __init__(self, backend: Backend, request: ResponsesRequest, talk: PreparedChat) -> None:
         self.response = _head(backend, request, talk)
         self._talk = talk
         self._reader = talk.reader()
@@ -248,7 +248,7 @@ class Growing:
         }
 
 
-def _head(backend: Backend, request: ResponsesRequest, talk: Talk) -> Fields:
+def _head(backend: Backend, request: ResponsesRequest, talk: PreparedChat) -> Fields:
     """What a response tells of its request, and of itself before it has begun."""
     wanted = request.text.format
     written = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_unset=True)

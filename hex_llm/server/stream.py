@@ -33,13 +33,13 @@ Pieces = AsyncGenerator[bytes, None]
 # Sends what the function makes, if that can be done without waiting; otherwise the function is not called.
 SendNow = Callable[[Callable[[], bytes]], bool]
 EVENTS = "text/event-stream"
-OUTLET = "hex_llm.outlet"  # of a scope: its connection's own Outlet, if it has one
+INLINE_WRITER = "hex_llm.outlet"  # of a scope: its connection's own InlineWriter, if it has one
 DONE = b"data: [DONE]\n\n"
 # Proxies must pass on each piece as it comes; the second is for nginx.
 HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
 
-class Outlet(NamedTuple):
+class InlineWriter(NamedTuple):
     """Where the pieces of a reply go, once its head is sent."""
 
     send: Callable[[bytes], Awaitable[None]]
@@ -67,21 +67,21 @@ class Job(NamedTuple):
     cache_salt: str = ""
 
 
-class News(msgspec.Struct):
+class StreamDelta(msgspec.Struct):
     job: int  # its number
     generation: Generation
     delta: Delta
 
 
-class Told:
-    """Pieces: what `say` makes of the news in the answers to all jobs as it comes; of a choice in its order.
+class ReplyStream:
+    """Pieces: what `render` makes of the deltas of all jobs as they come; those of a choice in their order.
 
     Closing it aborts what is still running. Raises the error of the first choice that fails. Jobs must have
     passed `refuse_best_of`.
     """
 
-    def __init__(self, backend: Backend, jobs: Sequence[Job], say: Callable[[News], bytes]) -> None:
-        self._say = say
+    def __init__(self, backend: Backend, jobs: Sequence[Job], render: Callable[[StreamDelta], bytes]) -> None:
+        self._render = render
         self._generation: Generation | None = None  # if there is but one, and one choice
         self._pieces = self._made(backend, jobs)
 
@@ -94,12 +94,12 @@ class Told:
     async def aclose(self) -> None:
         await self._pieces.aclose()
 
-    def shortcut(self, send_now: SendNow) -> None:
+    def use_fast_path(self, send_now: SendNow) -> None:
         """For who iterates and does nothing but send: pieces may be sent past him while he waits for them.
 
         This is done for each token of most streams: no task wakes up."""
         if self._generation is not None:
-            self._generation.take_now = partial(send_now, partial(self._said, self._generation))
+            self._generation.write_inline = partial(send_now, partial(self._said, self._generation))
 
     async def _made(self, backend: Backend, jobs: Sequence[Job]) -> Pieces:
         async with AsyncExitStack() as stack:
@@ -111,22 +111,22 @@ class Told:
             async with aclosing(news(generations)) as found:
                 async for one in found:
                     raise_failure(one.delta)
-                    if piece := await shaped(_size(one), partial(self._say, one)):
+                    if piece := await shaped(_size(one), partial(self._render, one)):
                         yield piece
 
-    async def _of_one(self, generations: Sequence[Generation]) -> AsyncGenerator[News, None]:
+    async def _of_one(self, generations: Sequence[Generation]) -> AsyncGenerator[StreamDelta, None]:
         [generation] = generations
         if generation.collector.request.params.num_choices == 1:  # so that none fails before the end
             self._generation = generation
         async for delta in generation:
-            yield News(0, generation, delta)
+            yield StreamDelta(0, generation, delta)
 
     def _said(self, generation: Generation) -> bytes:
         deltas = generation.collector.deltas()
-        return self._say(News(0, generation, deltas[0])) if deltas else b""  # of its one choice
+        return self._render(StreamDelta(0, generation, deltas[0])) if deltas else b""  # of its one choice
 
 
-def _size(news: News) -> int:
+def _size(news: StreamDelta) -> int:
     """How much there is to say; maybe less."""
     request = news.generation.collector.request
     # Beside an echo's log-probabilities stand those of the prompt.
@@ -146,14 +146,14 @@ def refuse_best_of(params: SamplingParams) -> None:
         )
 
 
-async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[News, None]:
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[StreamDelta, None]:
     # Small: what is not read soon is put together where it comes from.
-    queue: asyncio.Queue[News | HexError | None] = asyncio.Queue(len(generations))
+    queue: asyncio.Queue[StreamDelta | HexError | None] = asyncio.Queue(len(generations))
 
     async def pump(number: int, generation: Generation) -> None:
         try:
             async for delta in generation:
-                await queue.put(News(number, generation, delta))
+                await queue.put(StreamDelta(number, generation, delta))
             await queue.put(None)
         except HexError as error:
             await queue.put(error)
@@ -179,7 +179,7 @@ async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[News, Non
 
 async def streamed(
     request: Request,
-    pieces: Pieces | Told,
+    pieces: Pieces | ReplyStream,
     *,
     broken: Callable[[Exception], bytes] = openai_end,
     media_type: str = EVENTS,
@@ -209,7 +209,7 @@ class _Streamed(Response):
     def __init__(
         self,
         first: bytes,
-        pieces: Pieces | Told,
+        pieces: Pieces | ReplyStream,
         broken: Callable[[Exception], bytes],
         gone: asyncio.Future[None],
         media_type: str,
@@ -222,7 +222,7 @@ class _Streamed(Response):
         self.gone = gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outlet = scope.get(OUTLET) or Outlet(partial(_send_piece, send), None)
+        outlet = scope.get(INLINE_WRITER) or InlineWriter(partial(_send_piece, send), None)
         sending = asyncio.ensure_future(self._send(send, *outlet))
         try:
             await asyncio.wait((sending, self.gone), return_when=asyncio.FIRST_COMPLETED)
@@ -239,8 +239,8 @@ class _Streamed(Response):
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
             await send_piece(self.first)
-            if isinstance(self.pieces, Told) and send_now is not None:
-                self.pieces.shortcut(send_now)
+            if isinstance(self.pieces, ReplyStream) and send_now is not None:
+                self.pieces.use_fast_path(send_now)
             try:
                 async for piece in self.pieces:
                     await send_piece(piece)

@@ -28,7 +28,7 @@ from hex_llm.server.chat import chat, stream_chat
 from hex_llm.server.encoding import Whole, encode
 from hex_llm.server.problems import problem_of
 from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest
-from hex_llm.server.stream import Job, News, Told, refuse_best_of, streamed
+from hex_llm.server.stream import Job, ReplyStream, StreamDelta, refuse_best_of, streamed
 from hex_llm.types import CompletionOutput, RequestOutput
 
 MARK = "@requestFormat"  # its one value makes an instance a chat completion
@@ -238,7 +238,7 @@ def wants_stream(instances: Sequence[dict[str, Any]]) -> bool:
     return bool(wanted[0])
 
 
-def pieces(backend: Backend, request: GenerateRequest) -> Told:
+def pieces(backend: Backend, request: GenerateRequest) -> ReplyStream:
     """JSON objects, each with a zero byte behind it, that tell what is new in every choice."""
     params = request.params()
     refuse_best_of(params)
@@ -248,7 +248,7 @@ def pieces(backend: Backend, request: GenerateRequest) -> Told:
     nothing: str | list[int] = [] if backend.tokenizer is None else ""
     sums = [0.0] * params.n
 
-    def say(news: News) -> bytes:
+    def render(news: StreamDelta) -> bytes:
         delta = news.delta
         new = delta.token_ids if backend.tokenizer is None else delta.text
         piece: dict[str, Any] = {"predictions": _at(delta.index, new, nothing, params.n)}
@@ -258,7 +258,7 @@ def pieces(backend: Backend, request: GenerateRequest) -> Told:
             piece["cumulative_logprobs"] = [known if math.isfinite(known) else None for known in sums]
         return encode(piece) + b"\0"
 
-    return Told(backend, [Job(request.prompt, params, request.priority, request.cache_salt)], say)
+    return ReplyStream(backend, [Job(request.prompt, params, request.priority, request.cache_salt)], render)
 
 
 def _at(index: int, value: Any, elsewhere: Any, num: int) -> list[Any]:

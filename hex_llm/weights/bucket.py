@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from hex_llm.errors import SourceError
-from hex_llm.weights.files import Wish, choose, folder_or_gguf, refusals
+from hex_llm.weights.files import WantedFiles, choose, folder_or_gguf, refusals
 
 T = TypeVar("T")
 Entry = dict[str, Any]  # an object in a bucket, as gcsfs lists it
@@ -28,7 +28,7 @@ SILENCE_S = 3.0  # a connection that brings no byte for so long is given up
 PIECE = 64 << 20  # bytes asked for at once, over several connections
 
 
-def fetch_from_bucket(address: str, cache: Path, wish: Wish) -> Path:
+def fetch_from_bucket(address: str, cache: Path, wish: WantedFiles) -> Path:
     """Each state of the remote folder gets a local one of its own, under that name once it is complete."""
     root = address.removeprefix("gs://").removesuffix("/")
     if any(part in ("", ".", "..") for part in root.split("/")):

@@ -17,20 +17,20 @@ CLOSED_DISK = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True)
-class Wish:
-    """Which files of a model are wanted: those like `files`, if one is like `proof`; else the only GGUF."""
+class WantedFiles:
+    """Files of a model: those like `files`, if one is like `required`; else the only GGUF."""
 
     files: tuple[str, ...]
-    proof: tuple[str, ...]
+    required: tuple[str, ...]
 
 
 TEXT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
-MODEL = Wish((*TEXT, "*.safetensors"), ("*.safetensors",))
-TOKENIZER = Wish(TEXT, ("tokenizer.json", "tokenizer.model", "vocab.json"))
-CONFIG = Wish(("config.json", "generation_config.json"), ("config.json",))
+MODEL = WantedFiles((*TEXT, "*.safetensors"), ("*.safetensors",))
+TOKENIZER = WantedFiles(TEXT, ("tokenizer.json", "tokenizer.model", "vocab.json"))
+CONFIG = WantedFiles(("config.json", "generation_config.json"), ("config.json",))
 
 
-def choose(names: Iterable[str], wish: Wish, origin: str, joint: str) -> list[str]:
+def choose(names: Iterable[str], wish: WantedFiles, origin: str, joint: str) -> list[str]:
     """The wanted ones of `names`. Only the top folder counts: the others hold copies in other formats."""
     names = sorted(names)
     for name in names:
@@ -39,14 +39,14 @@ def choose(names: Iterable[str], wish: Wish, origin: str, joint: str) -> list[st
                 f"{origin} holds {name!r}, a name that leads out of its folder; do not trust it"
             )
     top = [name for name in names if "/" not in name]
-    if not like(top, *wish.proof):
+    if not like(top, *wish.required):
         return [_single_gguf(top, wish, origin, joint)]
     chosen = like(top, *wish.files)
     copies = like(chosen, "consolidated*.safetensors") if like(chosen, "model*.safetensors") else []
     return [name for name in chosen if name not in copies]
 
 
-def _single_gguf(names: list[str], wish: Wish, origin: str, joint: str) -> str:
+def _single_gguf(names: list[str], wish: WantedFiles, origin: str, joint: str) -> str:
     found = like(names, "*.gguf")
     if len(found) == 1:
         return found[0]
@@ -58,7 +58,7 @@ def _single_gguf(names: list[str], wish: Wish, origin: str, joint: str) -> str:
             "convert them to safetensors"
         )
     raise SourceError(
-        f"{origin} holds no {' or '.join(wish.proof)} and no GGUF file; check that it is a model"
+        f"{origin} holds no {' or '.join(wish.required)} and no GGUF file; check that it is a model"
     )
 
 

@@ -16,7 +16,7 @@ from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils._http import default_client_factory
 
 from hex_llm.errors import SourceError
-from hex_llm.weights.files import Wish, choose, folder_or_gguf, like, refusals, some
+from hex_llm.weights.files import WantedFiles, choose, folder_or_gguf, like, refusals, some
 
 if TYPE_CHECKING:
     import httpx2
@@ -31,7 +31,9 @@ def commit_of(repo: str, revision: str | None, token: str | None) -> str:
         return _hub(token).resolve_revision(repo, revision=revision).resolved
 
 
-def fetch_from_hub(repo: str, file: str | None, revision: str | None, token: str | None, wish: Wish) -> Path:
+def fetch_from_hub(
+    repo: str, file: str | None, revision: str | None, token: str | None, wish: WantedFiles
+) -> Path:
     """All files are of one commit, looked up once; those already in the hub's cache are not asked for."""
     hub = _hub(token)
     with _bounded_hub(repo, revision):

@@ -17,7 +17,7 @@ from hex_llm.config import EngineConfig
 from hex_llm.errors import SourceError
 from hex_llm.weights.bucket import fetch_from_bucket
 from hex_llm.weights.default_model import fetch_default
-from hex_llm.weights.files import CONFIG, MODEL, TOKENIZER, Wish, choose, disk_problem, folder_or_gguf
+from hex_llm.weights.files import CONFIG, MODEL, TOKENIZER, WantedFiles, choose, disk_problem, folder_or_gguf
 from hex_llm.weights.hub import commit_of, fetch_from_hub
 
 HUB_NAME = re.compile(
@@ -75,7 +75,9 @@ def _disk_problems(model: str | None) -> Iterator[None]:
         ) from error
 
 
-def _fetch(model: str | None, revision: str | None, token: str | None, cache_dir: Path, wish: Wish) -> Path:
+def _fetch(
+    model: str | None, revision: str | None, token: str | None, cache_dir: Path, wish: WantedFiles
+) -> Path:
     if model is not None and (named := _hub_name(model)):
         return fetch_from_hub(named["repo"], named["file"], named["commit"] or revision, token, wish)
     if revision is not None:
@@ -111,7 +113,7 @@ def _exists(path: str) -> bool:
     return os.path.exists(os.path.expanduser(path))
 
 
-def _from_disk(model: str, wish: Wish) -> Path:
+def _from_disk(model: str, wish: WantedFiles) -> Path:
     path = Path(os.path.expanduser(model))
     if not _exists(model):
         raise SourceError(

@@ -21,7 +21,7 @@ from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.execution import programs
 from hex_llm.execution.batch import StepShape
 from hex_llm.execution.programs import AddLogprobs, Adjust, Choose, Write
-from hex_llm.execution.sampling import WAYS
+from hex_llm.execution.sampling import VARIANTS
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.text.grammar import Budget
 from hex_llm.types import FinishReason, Request, Update
@@ -88,8 +88,8 @@ def test_programs_that_leave_out_what_is_not_wanted_choose_the_same(engine: Engi
 
     for batch in (*([one] for one in params), params):
         assert found(several, batch) == found(engine, batch)
-    used = {key.way if isinstance(key, Choose) else type(key) for key in several.runner._programs}
-    assert used == {*WAYS, Adjust, AddLogprobs, StepShape, Write}
+    used = {key.variant if isinstance(key, Choose) else type(key) for key in several.runner._programs}
+    assert used == {*VARIANTS, Adjust, AddLogprobs, StepShape, Write}
 
 
 def test_a_seed_gives_the_same_alone_and_among_31_neighbours(engine: Engine) -> None:

@@ -95,7 +95,9 @@ def test_pack_and_unpack() -> None:
             used[start:end] = True
             np.testing.assert_array_equal(batch.positions[start:end], places)
             np.testing.assert_array_equal(batch.sequences[start:end], row)
-            np.testing.assert_array_equal(inputs.spans[start:end], np.maximum(one.span, places + 1))
+            np.testing.assert_array_equal(
+                inputs.rope_lengths[start:end], np.maximum(one.rope_length, places + 1)
+            )
             np.testing.assert_array_equal(tables[row, :reached], one.blocks[:reached])
             assert not tables[row, reached:].any(), "what it does not reach is padding"
             blocks = np.array(one.blocks)[places // 8]

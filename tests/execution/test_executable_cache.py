@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from hex_llm.engine.loading import build_engine, open_files
 from hex_llm.execution import executable_cache as kept
-from hex_llm.execution.executable_cache import FORGOTTEN_S, KeptPrograms
+from hex_llm.execution.executable_cache import FORGOTTEN_S, ExecutableCache
 from hex_llm.execution.runner import keep_compiled
 from tests.engine import driving
 from tests.engine.driving import drive, make_config, request
@@ -44,8 +44,8 @@ def without_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def keeper(folder: Path, *made_from: Any) -> KeptPrograms:
-    return KeptPrograms(folder, jax.devices()[:1], *made_from)
+def keeper(folder: Path, *made_from: Any) -> ExecutableCache:
+    return ExecutableCache(folder, jax.devices()[:1], *made_from)
 
 
 def test_a_program_is_found_by_what_it_was_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,14 @@ from transformers.generation import logits_process as hf
 
 from hex_llm.execution import sampling
 from hex_llm.execution.sampling import (
-    WAYS,
-    Border,
+    VARIANTS,
+    Cutoff,
+    Features,
     SamplingRows,
-    Wants,
     adjusted,
     tokens,
+    variant_of,
     wanted,
-    way_of,
     weights,
 )
 from tests.execution.sampled import OFF, N, Slots, V, chosen, logits_of, rows_of, slots_of
@@ -31,7 +31,7 @@ from tests.execution.sampled import OFF, N, Slots, V, chosen, logits_of, rows_of
 @jax.jit
 def distribution(logits: jax.Array, rows: SamplingRows, slots: Slots) -> jax.Array:
     """The probabilities that `choose` draws from."""
-    parts = weights(adjusted(logits, rows, slots, branches=True), rows, way=None)
+    parts = weights(adjusted(logits, rows, slots, branches=True), rows, variant=None)
     return parts / parts.sum(axis=-1, keepdims=True)
 
 
@@ -122,27 +122,49 @@ def test_parameters_together_give_transformers_distribution(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("want", "way", "wants"),
+    ("want", "variant", "wants"),
     [
-        (Wants(0), Wants(0), [{}, {"top_k": 3, "top_p": 0.5}]),
-        (Wants.RANDOM, WAYS[1], [{}, {"temperature": 0.7}, {"temperature": 1.0, "min_p": 0.2}]),
-        (WAYS[2], WAYS[2], [{}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.7, "top_p": 0.6}]),
-        (Wants.RANDOM | Wants.TYPICAL, WAYS[3], [{"temperature": 1.0, "typical_p": 0.5}, {}]),
-        (Wants.ADJUSTED, Wants(0), [{"presence_penalty": 0.5}, {"repetition_penalty": 1.3}, {}]),
-        (Wants.ADJUSTED | Wants.RANDOM, WAYS[1], [{"constrained": 3}, {"temperature": 1.0}]),
-        (Wants.LOGPROBS, Wants(0), [{"num_logprobs": 0}]),
+        (Features(0), Features(0), [{}, {"top_k": 3, "top_p": 0.5}]),
+        (
+            Features.RANDOM,
+            VARIANTS[1],
+            [{}, {"temperature": 0.7}, {"temperature": 1.0, "min_p": 0.2}],
+        ),
+        (
+            VARIANTS[2],
+            VARIANTS[2],
+            [{}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.7, "top_p": 0.6}],
+        ),
+        (
+            Features.RANDOM | Features.TYPICAL,
+            VARIANTS[3],
+            [{"temperature": 1.0, "typical_p": 0.5}, {}],
+        ),
+        (
+            Features.ADJUSTED,
+            Features(0),
+            [{"presence_penalty": 0.5}, {"repetition_penalty": 1.3}, {}],
+        ),
+        (
+            Features.ADJUSTED | Features.RANDOM,
+            VARIANTS[1],
+            [{"constrained": 3}, {"temperature": 1.0}],
+        ),
+        (Features.LOGPROBS, Features(0), [{"num_logprobs": 0}]),
     ],
 )
-def test_what_is_left_out_was_not_wanted(want: Wants, way: Wants, wants: list[dict[str, Any]]) -> None:
+def test_what_is_left_out_was_not_wanted(
+    want: Features, variant: Features, wants: list[dict[str, Any]]
+) -> None:
     wants = [{"num_tokens": i + 3, **want} for i in range(20) for want in wants]
     rows, slots, logits = rows_of(wants), slots_of(len(wants), 900), logits_of(len(wants), 900)
     logits = logits.at[5, 7].set(jnp.nan)
     assert wanted(jax.tree.map(np.asarray, rows)) == want
-    assert way_of(want) == way
+    assert variant_of(want) == variant
     whole = chosen(logits, rows, slots)
-    if Wants.ADJUSTED in want:
+    if Features.ADJUSTED in want:
         logits = jax.jit(partial(adjusted, branches=False))(logits, rows, slots)
-    np.testing.assert_array_equal(jax.jit(partial(tokens, way=way))(logits, rows), whole.token_ids)
+    np.testing.assert_array_equal(jax.jit(partial(tokens, variant=variant))(logits, rows), whole.token_ids)
     assert whole.token_ids[5] == -1
 
 
@@ -163,7 +185,7 @@ def test_both_searches_for_a_border_agree(vocab: int) -> None:
         order = np.argsort(distance[row], kind="stable")
         expected.append(distance[row, order[np.searchsorted(np.cumsum(values[row, order]), target[row])]])
     for some in (slice(0, 16, 2), slice(1, 16, 2)):  # the nearest suffice for all of the second kind
-        border = Border(
+        border = Cutoff(
             jnp.asarray(distance[some]), jnp.asarray(values[some], jnp.int32), jnp.asarray(target[some])
         )
         for search in (sampling._radius_of_nearest, sampling._radius_by_bisection):

@@ -347,19 +347,19 @@ def test_an_observer_is_told_of_each_request() -> None:
 
 def test_work_is_pending_until_the_engine_has_told_its_end() -> None:
     async def test(client: EngineClient) -> None:
-        assert client.vitals.stalled_s == 0
+        assert client.engine_status.stalled_s == 0
         await client.complete([5], SamplingParams(max_tokens=2, n=2))
         with pytest.raises(HexError):
             await client.complete([FAILS_TO_ADD], SHORT)
-        assert client.vitals.num_pending == 0
-        assert client.vitals.memory == "memory: none"
+        assert client.engine_status.num_pending == 0
+        assert client.engine_status.memory == "memory: none"
         task = asyncio.create_task(client.complete([HANGS], SHORT))
-        await until(lambda: client.vitals.num_pending)
+        await until(lambda: client.engine_status.num_pending)
         task.cancel()  # that nobody waits any more does not make the engine well
         await asyncio.sleep(0.5)
         assert not client._open
-        assert client.vitals.num_pending == 1
-        assert 0.4 < client.vitals.stalled_s < 5
+        assert client.engine_status.num_pending == 1
+        assert 0.4 < client.engine_status.stalled_s < 5
         await client.stop(0.1)
 
     with_client(test, step_timeout_s=0)
@@ -394,10 +394,10 @@ def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         client = EngineClient(CONFIG, "fake", fake_worker(load))
         starting = asyncio.create_task(client.start())
-        await until(lambda: client.vitals.progress.startswith("Compiling"))
-        assert client.vitals.progress.endswith("/20")
+        await until(lambda: client.engine_status.progress.startswith("Compiling"))
+        assert client.engine_status.progress.endswith("/20")
         await starting
-        assert client.vitals.progress == ""
+        assert client.engine_status.progress == ""
         await client.stop(5)
 
     asyncio.run(asyncio.wait_for(run(), 30))

@@ -58,14 +58,14 @@ def test_a_dead_engine_is_started_again(tmp_path: Path) -> None:
         for _ in range(2):
             dead = process_of(client)
             task = asyncio.create_task(client.complete([5], LONG))
-            await until(lambda: client.vitals.num_pending and client.num_steps)
+            await until(lambda: client.engine_status.num_pending and client.num_steps)
             dead.kill()
             with pytest.raises(EngineStopped):
                 await task
             assert not client.ready
             await until(lambda: client.ready)
             assert process_of(client).pid != dead.pid
-            assert client.vitals.num_pending == 0
+            assert client.engine_status.num_pending == 0
             output = await client.complete("hello", SamplingParams(max_tokens=None))
             assert output.outputs[0].text == "olleh"
 
@@ -100,7 +100,7 @@ def test_stopping_while_the_engine_is_started_again(tmp_path: Path) -> None:
         mark.touch()
         dead = client._process
         process_of(client).kill()
-        await until(lambda: client.vitals.trouble == module.RESTARTING and client._process is not dead)
+        await until(lambda: client.engine_status.trouble == module.RESTARTING and client._process is not dead)
 
     with_client(test, f"time.sleep(60) if Path({str(mark)!r}).exists() else FakeEngine()")
 

@@ -68,12 +68,12 @@ def test_news_may_be_taken_in_place_of_the_reader_but_not_the_end() -> None:
     async def test(generation: Generation, found: list[list[int]]) -> None:
         taken, willing = list[list[int]](), True
 
-        def take_now() -> bool:
+        def write_inline() -> bool:
             if willing:
                 taken.extend(delta.token_ids for delta in generation.collector.deltas())
             return willing
 
-        generation.take_now = take_now
+        generation.write_inline = write_inline
         generation.add(token(5))
         generation.add(token(6))
         assert taken == [[5], [6]]  # in the same turn
@@ -95,7 +95,7 @@ def test_news_may_be_taken_in_place_of_the_reader_but_not_the_end() -> None:
 def test_who_is_not_waiting_is_not_passed_by() -> None:
     async def run() -> None:
         generation = under_way()
-        generation.take_now = lambda: pytest.fail("the reader has not read what was before")
+        generation.write_inline = lambda: pytest.fail("the reader has not read what was before")
         generation.add(token(5))
         first = await generation.take()
         generation.add(token(6))

@@ -47,7 +47,7 @@ def test_a_full_server_says_so_though_its_engine_is_stopped() -> None:
         await until(lambda: client.num_steps > 3)
         os.kill(process_of(client).pid, signal.SIGSTOP)
         tasks.append(asyncio.create_task(client.complete([5], LONG)))
-        await until(lambda: client.vitals.num_pending == 4)
+        await until(lambda: client.engine_status.num_pending == 4)
         started = time.monotonic()
         for _ in range(100):
             with pytest.raises(QueueFull, match="no more than 4"):
@@ -106,7 +106,7 @@ def test_no_place_is_lost() -> None:
             await asyncio.gather(*asking)
             await until(lambda: client.ready)
             await until(lambda: client._room.num_sequences == 0)
-            assert client.vitals.num_pending == 0
+            assert client.engine_status.num_pending == 0
             assert not client._open
         await client.complete([5] * 60, SamplingParams(n=50, max_tokens=1))
 

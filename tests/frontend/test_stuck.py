@@ -30,7 +30,7 @@ async def assert_serves_again(client: EngineClient, dead: psutil.Process) -> Non
     await until(lambda: client.ready)
     assert process_of(client).pid != dead.pid
     assert seconds_until_gone([dead]) < 5
-    assert client.vitals.num_pending == 0
+    assert client.engine_status.num_pending == 0
     assert len((await client.complete([5], SHORT)).outputs[0].token_ids) == 1
 
 
@@ -116,7 +116,7 @@ def test_a_long_step_within_its_time_is_left_in_peace(load: str, step_timeout_s:
         worker = process_of(client)
         task = asyncio.create_task(client.complete([5], SHORT))
         await asyncio.sleep(4)
-        stalled_s = client.vitals.stalled_s
+        stalled_s = client.engine_status.stalled_s
         assert len((await task).outputs[0].token_ids) == 1
         assert process_of(client).pid == worker.pid
         # A step within its allowance is no stall; if there is none, who watches the server must judge.

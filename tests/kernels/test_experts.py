@@ -38,9 +38,9 @@ def arguments(spread: Sequence[Sequence[int]], dtype: Any, width: int = 72, inpu
     return [x, chosen, scores, normal(5, 2, width, inputs), normal(5, inputs, width)]
 
 
-def run(visit: RoutedExperts, given: Sequence[Any], scale_input: bool = False) -> np.ndarray:
+def run(fused_moe: RoutedExperts, given: Sequence[Any], scale_input: bool = False) -> np.ndarray:
     """Compiled in haste: what interprets kernels is long, and is run once."""
-    function = partial(visit, activation=jax.nn.silu, scale_input=scale_input)
+    function = partial(fused_moe, activation=jax.nn.silu, scale_input=scale_input)
     hasty = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     with jax.default_matmul_precision("highest"):
         out = jax.jit(function).lower(*given).compile(compiler_options=hasty)(*given)
@@ -55,8 +55,8 @@ def expected(given: Sequence[Any], scale_input: bool) -> np.ndarray:
         for j, expert in enumerate(of_token):
             told = x[t] * scores[t, j] if scale_input else x[t]
             gate, up = gate_up[expert] @ told
-            said = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
-            out[t] += said if scale_input else said * scores[t, j]
+            expert_out = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
+            out[t] += expert_out if scale_input else expert_out * scores[t, j]
     return out
 
 
@@ -68,15 +68,17 @@ def in_panels(
     assert width is not None
     ups = tuple(cpu.to_panels(weight.swapaxes(0, 1), 2, width, turned=True) for weight in gate_up)
     downs = tuple(cpu.to_panels(weight, 1, width) for weight in down)
-    return cpu_experts.visit(x, chosen, scores, ups, downs, activation=activation, scale_input=scale_input)
+    return cpu_experts.fused_moe(
+        x, chosen, scores, ups, downs, activation=activation, scale_input=scale_input
+    )
 
 
 FORMS: dict[str, Any] = {
     "dense": experts.dense,
     "cpu": in_panels,
-    "gpu": gpu_experts.visit,
-    "gpu, small tiles": partial(gpu_experts.visit, tilings=SMALL),
-    "tpu": partial(tpu_experts.visit, few_tokens=0, interpret=True),
+    "gpu": gpu_experts.fused_moe,
+    "gpu, small tiles": partial(gpu_experts.fused_moe, tilings=SMALL),
+    "tpu": partial(tpu_experts.fused_moe, few_tokens=0, interpret=True),
 }
 
 
@@ -98,7 +100,7 @@ def test_bfloat16_on_gpus(num_tokens: int) -> None:
     spread = [tuple(rng.permutation(5)[:2]) for _ in range(num_tokens)]
     given = arguments(spread, jnp.bfloat16, width=136, inputs=152)
     wanted = expected(given, scale_input=False)
-    error = np.linalg.norm(run(gpu_experts.visit, given) - wanted) / np.linalg.norm(wanted)
+    error = np.linalg.norm(run(gpu_experts.fused_moe, given) - wanted) / np.linalg.norm(wanted)
     assert error < 4e-3  # what goes on and what comes out are rounded once each
 
 
@@ -131,10 +133,10 @@ def test_no_spread_needs_more_blocks_than_there_are() -> None:
 
 
 def test_what_the_kernel_is_for() -> None:
-    assert gpu_experts.can_visit("silu", jnp.bfloat16)
-    assert gpu_experts.can_visit("gelu_tanh", jnp.float32)
-    assert not gpu_experts.can_visit("gelu", jnp.bfloat16)
-    assert not gpu_experts.can_visit("silu", jnp.float16)
+    assert gpu_experts.can_fuse("silu", jnp.bfloat16)
+    assert gpu_experts.can_fuse("gelu_tanh", jnp.float32)
+    assert not gpu_experts.can_fuse("gelu", jnp.bfloat16)
+    assert not gpu_experts.can_fuse("silu", jnp.float16)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +153,6 @@ def test_lowers_for_gpus(num_tokens: int, dtype: Any, activation: Any, monkeypat
         pytest.skip("it runs here")
     monkeypatch.setattr(gpu_kernel, "_interpreted", lambda: False)
     given = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype)
-    function = partial(gpu_experts.visit, activation=activation, scale_input=False)
+    function = partial(gpu_experts.fused_moe, activation=activation, scale_input=False)
     lowered = jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("triton") >= 2

@@ -89,9 +89,9 @@ def test_exactly(begun: list[int | None], splits: int, window: int | None) -> No
     options, tiling = Options(Mask(window), 0.25, None), Tiling(32, 16, splits, 32, warps=4, stages=2)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, batch: Batch) -> jax.Array:
-        pages, tickets = gpu.write_kv(k, v, pages, batch.slots)
+        pages, semaphores = gpu.write_kv(k, v, pages, batch.slots)
         rows = batch.positions, batch.sequences
-        return gpu.continued_prefill(q, k, v, *rows, pages, batch.prefill_tables, tickets, options, tiling)
+        return gpu.continued_prefill(q, k, v, *rows, pages, batch.prefill_tables, semaphores, options, tiling)
 
     out = run(attend, (q, k, v, pages, batch))
     with jax.default_matmul_precision("highest"):
@@ -100,7 +100,9 @@ def test_exactly(begun: list[int | None], splits: int, window: int | None) -> No
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-def test_padding_becomes_zero_and_sequences_without_rows_do_no_harm(begun: list[int | None]) -> None:
+def test_padding_becomes_zero_and_sequences_without_rows_do_no_harm(
+    begun: list[int | None],
+) -> None:
     q, k, v, pages, batch = ragged([], [(20, 30), (0, 5)], num_padding=82, dtype=jnp.bfloat16)
     tables = jnp.pad(batch.prefill_tables, ((0, 3), (0, 0)))
     batch = replace(batch, prefill_tables=tables)

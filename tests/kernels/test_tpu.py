@@ -40,10 +40,10 @@ def ragged(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Batch]:
     """The arguments of paged_attention, of a step as the engine packs it; `padding` is added to its sizes."""
     rng = np.random.default_rng(len(decodes) + block_size)
-    spans = [(p, 1) for p in decodes] + chunks
-    width = max(-(-(cached + new) // block_size) for cached, new in spans)
-    blocks = (rng.permutation(len(spans) * width) + 1).reshape(len(spans), width).tolist()
-    rows = [Chunk(i + 1, *span, blocks[i], 0, True) for i, span in enumerate(spans)]
+    rope_lengths = [(p, 1) for p in decodes] + chunks
+    width = max(-(-(cached + new) // block_size) for cached, new in rope_lengths)
+    blocks = (rng.permutation(len(rope_lengths) * width) + 1).reshape(len(rope_lengths), width).tolist()
+    rows = [Chunk(i + 1, *rope_length, blocks[i], 0, True) for i, rope_length in enumerate(rope_lengths)]
     plan = StepPlan(tuple(rows[: len(decodes)]), tuple(rows[len(decodes) :]))
     sizes = (len(decodes), len(chunks), sum(new for _, new in chunks), width)
     shape = StepShape(*(n + more for n, more in zip(sizes, padding, strict=True)))
@@ -54,7 +54,7 @@ def ragged(
 
     q = normal(shape.num_tokens, kv_heads, group, head_dim)
     k, v = normal(shape.num_tokens, kv_heads, head_dim), normal(shape.num_tokens, kv_heads, head_dim)
-    return q, k, v, normal(len(spans) * width + 1, block_size, kv_heads, 2, head_dim), batch
+    return q, k, v, normal(len(rope_lengths) * width + 1, block_size, kv_heads, 2, head_dim), batch
 
 
 class Model:

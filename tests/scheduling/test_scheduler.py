@@ -317,7 +317,7 @@ def test_growing_past_the_switch_is_computed_anew(depth: int) -> None:
     """Longrope: past its original length all keys need other frequencies."""
     scheduler = Scheduler(BlockPool(12, 8), limits())
     scheduler.add(sequence("a", 6, 10, recompute_len=8))
-    kinds = [(c.num_tokens, max(c.span, c.end)) for plan in run(scheduler, depth) for c in plan.chunks]
+    kinds = [(c.num_tokens, max(c.rope_length, c.end)) for plan in run(scheduler, depth) for c in plan.chunks]
     assert kinds == [(6, 6), (1, 7), (1, 8), (9, 9), (1, 10), (1, 11), (1, 12), (1, 13), (1, 14), (1, 15)]
 
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from hex_llm.config import ServerConfig
 from hex_llm.errors import QueueFull, TimedOut
 from hex_llm.frontend.outputs import for_engine
-from hex_llm.ipc.stats import Timeline, Vitals
+from hex_llm.ipc.stats import EngineStatus, Timeline
 from hex_llm.logs import JsonLines, TextLines
 from hex_llm.server.app import create_app
 from hex_llm.server.gate import MAX_VALUES, VALUES_PER_KEY
@@ -29,7 +29,7 @@ SLOW = {"prompt": "hello", "max_tokens": 5}
 
 
 def make(backend: FakeBackend, **config: Any) -> tuple[FastAPI, Metrics]:
-    metrics = Metrics("fake", Vitals())
+    metrics = Metrics("fake", EngineStatus())
     return create_app(backend, ServerConfig(**config), metrics), metrics
 
 
@@ -39,18 +39,18 @@ def make(backend: FakeBackend, **config: Any) -> tuple[FastAPI, Metrics]:
 @pytest.mark.parametrize("path", ["/ping", "/health", "/vertex/health"])
 def test_health_is_judged_by_progress(backend: FakeBackend, path: str) -> None:
     app, metrics = make(backend, health_timeout=10, health_route="/vertex/health")
-    metrics.vitals.progressed = time.monotonic() - 11
+    metrics.engine_status.progressed = time.monotonic() - 11
     assert asked(app, "GET", path).status_code == 200  # nothing is pending
-    metrics.vitals.num_pending = 1
+    metrics.engine_status.num_pending = 1
     assert "no step for 11 s" in refusal(asked(app, "GET", path), 503)["message"]
     assert asked(app, "POST", COMPLETIONS, json=HELLO[COMPLETIONS]).status_code == 200
-    metrics.vitals.progressed = time.monotonic() - 9
+    metrics.engine_status.progressed = time.monotonic() - 9
     assert asked(app, "GET", path).status_code == 200
 
 
 def test_who_asks_while_the_model_loads_is_told_how_far_it_is() -> None:
     app, metrics = make(FakeBackend(ready=False))
-    metrics.vitals.progress = "Compiling 3/80"
+    metrics.engine_status.progress = "Compiling 3/80"
     for path in ("/health", "/stats", "/v1/models"):
         reply = asked(app, "GET", path)
         assert "Compiling 3/80" in refusal(reply, 503)["message"]

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hex_llm.config import ServerConfig
-from hex_llm.ipc.stats import Stats, Timeline, Vitals
+from hex_llm.ipc.stats import EngineStatus, Stats, Timeline
 from hex_llm.server.app import create_app
 from hex_llm.server.metrics import Metrics
 from tests.server.apps import asked
@@ -69,8 +69,8 @@ def test_how_late_the_event_loop_is() -> None:
 
 
 def test_what_the_engine_tells() -> None:
-    vitals = Vitals(num_steps=7)
-    vitals.stats = Stats(
+    engine_status = EngineStatus(num_steps=7)
+    engine_status.stats = Stats(
         num_running=3,
         num_waiting=2,
         num_blocks=100,
@@ -83,7 +83,7 @@ def test_what_the_engine_tells() -> None:
         num_padding=50,
         num_flops=2.5e15,
     )
-    metrics = Metrics("fake", vitals)
+    metrics = Metrics("fake", engine_status)
     found = told(metrics)
     assert found["vllm:num_requests_running"] == 3
     assert found["vllm:num_requests_waiting"] == 2
