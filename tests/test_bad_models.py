@@ -9,7 +9,6 @@ import re
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,11 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+def _children_s() -> float:
+    """The processor time of all that ran and ended, however busy the machine is."""
+    return sum(os.times()[2:4])
+
+
 def run(model: Path, *flags: str, python: tuple[str, ...] = (), **environ: str) -> tuple[int, str]:
     """Exit code and stderr."""
     command = [sys.executable, *python, "-m", "hex_llm.server.api_server", "--model", str(model)]
@@ -66,11 +70,11 @@ def run(model: Path, *flags: str, python: tuple[str, ...] = (), **environ: str) 
         "--num_blocks=8",
         *flags,
     ]
-    start = time.monotonic()
+    before = _children_s()
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=120
     )
-    assert time.monotonic() - start < LIMIT_S
+    assert _children_s() - before < LIMIT_S
     assert done.stdout == ""
     return done.returncode, done.stderr
 
