@@ -5,6 +5,7 @@ The shapes that can occur are a closed set, drawn from the flags alone.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,6 @@ from hex_llm.types import Chunk, StepPlan
 
 Ints = npt.NDArray[np.int32]
 
-PER_TOKEN = 4  # numbers: its position, rope_length, row and KV slot
-PER_ROW = 3  # numbers besides the block table: its last token, its slot, and where the choice is written
 MIN_PREFILL_TOKENS = 32  # fewer cost nearly as much, so they share this shape
 FINE_SIZES = 8  # multiples of decode_seqs_padding; past them, four sizes for each doubling
 MIXED_STEP = 4  # sizes of steps that decode and prefill are powers of it: two sizes multiply
@@ -47,7 +46,45 @@ class StepShape(NamedTuple):
 
     @property
     def packed_size(self) -> int:
-        return PER_TOKEN * self.num_tokens + self.num_rows * (self.num_blocks + PER_ROW)
+        return sum(map(math.prod, packed_shapes(self)))
+
+
+class Packed(NamedTuple):
+    """The parts of the packed array: their shapes, views of them on the host, or slices in the compiled step."""
+
+    positions: Any
+    rope_lengths: Any
+    rows: Any
+    kv_slots: Any
+    tables: Any
+    last_tokens: Any
+    slots: Any
+    chosen_slots: Any
+
+
+def packed_shapes(shape: StepShape) -> Packed:
+    """The one place that says what is packed, in the order of Packed's fields."""
+    token, row = (shape.num_tokens,), (shape.num_rows,)
+    return Packed(
+        positions=token,
+        rope_lengths=token,
+        rows=token,
+        kv_slots=token,
+        tables=(shape.num_rows, shape.num_blocks),
+        last_tokens=row,
+        slots=row,
+        chosen_slots=row,
+    )
+
+
+def parts_of(packed: Any, shape: StepShape) -> Packed:
+    """On the host and in the compiled step alike."""
+    parts, start = [], 0
+    for part in packed_shapes(shape):
+        end = start + math.prod(part)
+        parts.append(packed[start:end].reshape(part))
+        start = end
+    return Packed(*parts)
 
 
 class StepInputs(NamedTuple):
@@ -143,46 +180,37 @@ def _power(n: int) -> int:
 def pack(plan: StepPlan, shape: StepShape, block_size: int) -> Ints:
     """Padding is zeros: it writes to block 0 and slot 0, and what it computes is not read."""
     packed = np.zeros(shape.packed_size, np.int32)
-    fields = _fields(packed, shape)
+    parts = parts_of(packed, shape)
     for row, chunk in enumerate(plan.decodes):
-        _pack_chunk(fields, row, row, chunk, block_size)
+        _pack_chunk(parts, row, row, chunk, block_size)
     start = shape.num_decodes
     for row, chunk in enumerate(plan.prefills, shape.num_decodes):
-        _pack_chunk(fields, row, start, chunk, block_size)
+        _pack_chunk(parts, row, start, chunk, block_size)
         start += chunk.num_tokens
     return packed
 
 
-def _pack_chunk(fields: tuple[Any, ...], row: int, start: int, chunk: Chunk, block_size: int) -> None:
-    positions, rope_lengths, rows, kv_slots, tables, last_tokens, slots, chosen_slots = fields
+def _pack_chunk(parts: Packed, row: int, start: int, chunk: Chunk, block_size: int) -> None:
     end = start + chunk.num_tokens
     reached = -(-chunk.end // block_size)
-    tables[row, :reached] = chunk.blocks[:reached]
+    parts.tables[row, :reached] = chunk.blocks[:reached]
     if chunk.num_tokens == 1:  # most are, and plain numbers are several times faster than arrays
         place = chunk.position
-        positions[start], rope_lengths[start], rows[start] = place, max(chunk.rope_length, place + 1), row
-        kv_slots[start] = chunk.blocks[place // block_size] * block_size + place % block_size
+        parts.positions[start], parts.rows[start] = place, row
+        parts.rope_lengths[start] = max(chunk.rope_length, place + 1)
+        parts.kv_slots[start] = chunk.blocks[place // block_size] * block_size + place % block_size
     else:
         places = np.arange(chunk.position, chunk.end)
-        positions[start:end] = places
-        rope_lengths[start:end] = np.maximum(chunk.rope_length, places + 1)
-        rows[start:end] = row
-        kv_slots[start:end] = tables[row, places // block_size] * block_size + places % block_size
-    last_tokens[row], slots[row] = end - 1, chunk.slot
-    chosen_slots[row] = chunk.slot if chunk.samples else 0
+        parts.positions[start:end] = places
+        parts.rope_lengths[start:end] = np.maximum(chunk.rope_length, places + 1)
+        parts.rows[start:end] = row
+        parts.kv_slots[start:end] = parts.tables[row, places // block_size] * block_size + places % block_size
+    parts.last_tokens[row], parts.slots[row] = end - 1, chunk.slot
+    parts.chosen_slots[row] = chunk.slot if chunk.samples else 0
 
 
 def unpack(packed: jax.Array, shape: StepShape) -> StepInputs:
-    positions, rope_lengths, rows, kv_slots, tables, last_tokens, slots, chosen_slots = _fields(packed, shape)
-    batch = Batch(positions, rows, kv_slots, tables[: shape.num_decodes], tables[shape.num_decodes :])
-    return StepInputs(rope_lengths, batch, last_tokens, slots, chosen_slots)
-
-
-def _fields(packed: Any, shape: StepShape) -> tuple[Any, ...]:
-    """Views of the packed array, on the host and in the compiled step alike."""
-    tokens, rows = shape.num_tokens, shape.num_rows
-    sizes = [tokens] * PER_TOKEN + [rows * shape.num_blocks] + [rows] * PER_ROW
-    ends = np.cumsum(sizes).tolist()
-    views = [packed[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    views[PER_TOKEN] = views[PER_TOKEN].reshape(rows, shape.num_blocks)
-    return tuple(views)
+    parts, num_decodes = parts_of(packed, shape), shape.num_decodes
+    decodes, prefills = parts.tables[:num_decodes], parts.tables[num_decodes:]
+    batch = Batch(parts.positions, parts.rows, parts.kv_slots, decodes, prefills)
+    return StepInputs(parts.rope_lengths, batch, parts.last_tokens, parts.slots, parts.chosen_slots)

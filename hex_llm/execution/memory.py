@@ -12,7 +12,7 @@ import numpy as np
 
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
-from hex_llm.kernels import tpu
+from hex_llm.execution.kernel_choice import Devices, page_width
 from hex_llm.models.spec import ModelSpec
 from hex_llm.weights.load import free_bytes
 
@@ -26,8 +26,8 @@ def num_kv_blocks(
     """--num_blocks, or what --hbm_utilization_factor of the free memory holds; and the padding block."""
     if config.num_blocks is not None:
         return config.num_blocks + 1
-    head_dim = tpu.padded_head_dim(spec.head_dim) if devices[0].platform == "tpu" else spec.head_dim
-    per_device = spec.num_kv_heads // len(devices) * head_dim * 2 * dtype.itemsize * len(spec.layers)
+    width = page_width(spec, Devices(devices[0].platform, len(devices), config.block_size, dtype))
+    per_device = spec.num_kv_heads // len(devices) * width * 2 * dtype.itemsize * len(spec.layers)
     needed = config.max_decode_seqs * -(-spec.max_len // config.block_size)
     fitting = int(_room(config, devices)) // (per_device * config.block_size)
     if fitting < 1:

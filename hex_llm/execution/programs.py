@@ -124,7 +124,7 @@ def described(
             choices = _ints(num_rows, CHOICE_SIZE)
             return ProgramSpec(add_logprobs, (logits(num_rows), choices), (1,), whole)
         case Write(columns, num_rows):
-            part = slice(0, layout.width) if columns == "all" else layout.allowed
+            part = slice(0, layout.width) if columns == "all" else layout.columns["allowed"]
             write = partial(write_rows, first_column=part.start)
             values = _ints(num_rows, part.stop - part.start)
             return ProgramSpec(write, (slots, _ints(num_rows), values), (0,), whole)

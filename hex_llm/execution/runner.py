@@ -27,14 +27,13 @@ from hex_llm.errors import HexError
 from hex_llm.execution import programs
 from hex_llm.execution.batch import Ints, Paddings, StepShape, pack
 from hex_llm.execution.executable_cache import ExecutableCache
+from hex_llm.execution.kernel_choice import Devices, choose_kernels, page_width
 from hex_llm.execution.profile import Recorder
 from hex_llm.execution.programs import AddLogprobs, Adjust, Choose, Key, Pages, Program, PromptLogprobs, Write
 from hex_llm.execution.results import unpack_logprobs
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.slots import SlotLayout
-from hex_llm.kernels import cpu, cpu_experts, experts, gpu, gpu_experts, reference, tpu, tpu_experts
-from hex_llm.kernels.attention import PagedAttention
-from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.kernels import cpu
 from hex_llm.models.params import Weights, in_panels
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES
@@ -79,12 +78,14 @@ class Runner:
     ) -> None:
         """`kept_in` is a folder for compiled programs."""
         config = paddings.config
-        width = cpu_panel_width(spec, mesh, dtype)
+        self._platform = str(mesh.devices.flat[0].platform)
+        devices = Devices(self._platform, mesh.size, config.block_size, dtype)
+        kernels = choose_kernels(spec, devices)
+        width = kernels.panel_width
         self.weights = weights if width is None else in_panels(weights, width)
         self.spec, self.mesh, self.dtype = spec, mesh, dtype
-        self._platform = _platform(mesh)
         self.paddings, self.config = paddings, config
-        self.pages = allocate_pages(spec, mesh, num_blocks, config.block_size, dtype)
+        self.pages = allocate_pages(spec, mesh, num_blocks, devices)
         self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
         self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
         self._features = [
@@ -97,17 +98,12 @@ class Runner:
         self._is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
-        attend: PagedAttention = cpu.paged_attention
-        fused_moe: RoutedExperts = cpu_experts.fused_moe
-        if width is None:
-            attend = accelerated_attention(spec, mesh, config.block_size, dtype)
-            fused_moe = accelerated_experts(spec, mesh, dtype)
         self._setting = programs.ProgramContext(
             spec,
             mesh,
             self.layout,
-            programs.split_by_head(attend, mesh),
-            programs.split_by_width(fused_moe, mesh),
+            programs.split_by_head(kernels.attend, mesh),
+            programs.split_by_width(kernels.fused_moe, mesh),
         )
         self._programs: dict[Key, Program] = {}
         self._executables = None if kept_in is None else self._executable_cache(kept_in)
@@ -166,7 +162,7 @@ class Runner:
     def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
         """Whole rows of slots, before the next step."""
         for slot, record in records:
-            self._features[slot] = int(self.layout.wants(record))
+            self._features[slot] = int(self.layout.features(record))
         self._write("all", records)
 
     def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
@@ -292,10 +288,6 @@ class Runner:
         jax.block_until_ready(self.slots)
 
 
-def _platform(mesh: Mesh) -> str:
-    return str(mesh.devices.flat[0].platform)
-
-
 def _padded(rows: Any, num_rows: int) -> Any:
     return np.pad(rows, [(0, num_rows - len(rows))] + [(0, 0)] * (rows.ndim - 1))
 
@@ -322,50 +314,7 @@ def keep_compiled(cache_dir: Path) -> Path | None:
     return private_folder(cache_dir / "programs") if jax.default_backend() == "gpu" else None
 
 
-def cpu_panel_width(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> int | None:
-    """Of the CPU's own kernels; None where they cannot be used."""
-    if mesh.size > 1 or _platform(mesh) != "cpu" or dtype != np.float32:
-        return None
-    width = cpu.panel_width()
-    return width if width is not None and spec.head_dim % (width // cpu.PANEL_VECTORS) == 0 else None
-
-
-def accelerated_attention(
-    spec: ModelSpec, mesh: Mesh, block_size: int, dtype: np.dtype[Any]
-) -> PagedAttention:
-    """The kernel for the mesh's devices, or the reference where there is none for them or for this model."""
-    platform = _platform(mesh)
-    if platform == "gpu" and gpu.can_attend(spec.group_size, spec.head_dim, dtype):
-        return gpu.paged_attention
-    if _attends_on_tpu(spec, mesh, block_size, dtype):
-        return tpu.paged_attention
-    if platform != "cpu":
-        log.warning("no attention kernel for heads of %d in %s: a slower one is used", spec.head_dim, dtype)
-    return reference.paged_attention
-
-
-def accelerated_experts(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any]) -> RoutedExperts:
-    """Like accelerated_attention, for the experts that tokens choose."""
-    platform = _platform(mesh)
-    if platform == "gpu" and gpu_experts.can_fuse(spec.activation, dtype):
-        return gpu_experts.fused_moe
-    if platform == "tpu" and dtype == jnp.bfloat16:
-        return tpu_experts.fused_moe
-    if platform != "cpu" and any(layer.experts for layer in spec.layers):
-        log.warning("no kernel for experts with %s in %s: a slower one is used", spec.activation, dtype)
-    return experts.dense
-
-
-def _attends_on_tpu(spec: ModelSpec, mesh: Mesh, block_size: int, dtype: np.dtype[Any]) -> bool:
-    num_kv_heads, masks = spec.num_kv_heads // mesh.size, [layer.mask for layer in spec.layers]
-    return _platform(mesh) == "tpu" and tpu.can_attend(num_kv_heads, spec.head_dim, block_size, masks, dtype)
-
-
-def allocate_pages(
-    spec: ModelSpec, mesh: Mesh, num_blocks: int, block_size: int, dtype: np.dtype[Any]
-) -> Pages:
-    padded = _attends_on_tpu(spec, mesh, block_size, dtype)
-    width = tpu.padded_head_dim(spec.head_dim) if padded else spec.head_dim
-    shape = (num_blocks, block_size, spec.num_kv_heads, 2, width)
-    zeros = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=NamedSharding(mesh, PAGES))
+def allocate_pages(spec: ModelSpec, mesh: Mesh, num_blocks: int, devices: Devices) -> Pages:
+    shape = (num_blocks, devices.block_size, spec.num_kv_heads, 2, page_width(spec, devices))
+    zeros = jax.jit(partial(jnp.zeros, shape, devices.dtype), out_shardings=NamedSharding(mesh, PAGES))
     return [zeros() for _ in spec.layers]

@@ -8,8 +8,11 @@ Floats travel as their bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,43 +22,63 @@ from hex_llm.execution.batch import Ints
 from hex_llm.execution.sampling import BIASED, MASKED, Features, SamplingRows, wanted
 from hex_llm.sampling_params import MAX_TOKEN_IDS, RANGES, SamplingParams
 
-FLOATS = tuple(RANGES)
-NUM_SCALARS = 13  # the floats, then the whole numbers
-TOP_K, SEED, NUM_PROMPT, NUM_LOGPROBS, CONSTRAINED = 7, 8, 10, 11, 12
 NOT_WANTED = -1
+
+
+class Field(NamedTuple):
+    size: int = 1
+    dtype: Any = np.int32  # of 32 bits
+
+
+SCALARS = {
+    "temperature": Field(dtype=np.float32),
+    "top_p": Field(dtype=np.float32),
+    "min_p": Field(dtype=np.float32),
+    "typical_p": Field(dtype=np.float32),
+    "presence_penalty": Field(dtype=np.float32),
+    "frequency_penalty": Field(dtype=np.float32),
+    "repetition_penalty": Field(dtype=np.float32),
+    "top_k": Field(),
+    "seed": Field(2),
+    "num_prompt": Field(),
+    "num_logprobs": Field(),
+    "constrained": Field(),
+}
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Where in a row things are."""
+    """The fields of a row, one after another; a new one is one line."""
 
     num_slots: int  # the first is padding's
     max_len: int
     vocab_size: int
 
-    @property
-    def history(self) -> slice:
-        return slice(NUM_SCALARS, NUM_SCALARS + self.max_len + 1)
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        return {
+            **SCALARS,
+            "history": Field(self.max_len + 1),
+            "allowed": Field(-(-self.vocab_size // 32)),  # one bit for each token
+            "bias_ids": Field(MAX_TOKEN_IDS),
+            "bias_values": Field(MAX_TOKEN_IDS, np.float32),
+        }
+
+    @cached_property
+    def columns(self) -> dict[str, slice]:
+        ends = accumulate(field.size for field in self.fields.values())
+        return {
+            name: slice(end - field.size, end)
+            for (name, field), end in zip(self.fields.items(), ends, strict=True)
+        }
 
     @property
-    def allowed(self) -> slice:
-        """One bit for each token."""
-        start = self.history.stop
-        return slice(start, start + -(-self.vocab_size // 32))
-
-    @property
-    def bias_ids(self) -> slice:
-        start = self.allowed.stop
-        return slice(start, start + MAX_TOKEN_IDS)
-
-    @property
-    def bias_values(self) -> slice:
-        start = self.bias_ids.stop
-        return slice(start, start + MAX_TOKEN_IDS)
+    def num_scalars(self) -> int:
+        return self.columns["history"].start
 
     @property
     def width(self) -> int:
-        return self.bias_values.stop
+        return sum(field.size for field in self.fields.values())
 
     def record(
         self,
@@ -66,28 +89,28 @@ class SlotLayout:
         allowed: Ints | None,
     ) -> Ints:
         """A sequence's whole row; `allowed` None: every token is."""
+        bias = params.logit_bias or {}
+        values: dict[str, Any] = {
+            **{name: [getattr(params, name)] for name in RANGES},
+            "top_k": [min(max(params.top_k, 0), self.vocab_size)],
+            "seed": np.array([seed], np.uint64).view(np.int32),
+            "num_prompt": [num_prompt],
+            "num_logprobs": [NOT_WANTED if params.logprobs is None else params.logprobs],
+            "constrained": [MASKED * (allowed is not None) | BIASED * bool(bias)],
+            "history": token_ids,
+            "allowed": () if allowed is None else allowed,
+            "bias_ids": [*bias, *[-1] * (MAX_TOKEN_IDS - len(bias))],
+            "bias_values": list(bias.values()),
+        }
         row = np.zeros(self.width, np.int32)
-        row[: len(FLOATS)] = np.array([getattr(params, name) for name in FLOATS], np.float32).view(np.int32)
-        row[TOP_K] = min(max(params.top_k, 0), self.vocab_size)
-        row[SEED : SEED + 2] = np.array([seed], np.uint64).view(np.int32)
-        row[NUM_PROMPT] = num_prompt
-        row[NUM_LOGPROBS] = NOT_WANTED if params.logprobs is None else params.logprobs
-        row[self.history][: len(token_ids)] = token_ids
-        row[self.bias_ids] = -1
-        if allowed is not None:
-            row[CONSTRAINED] |= MASKED
-            row[self.allowed] = allowed
-        if params.logit_bias:
-            row[CONSTRAINED] |= BIASED
-            row[self.bias_ids][: len(params.logit_bias)] = list(params.logit_bias)
-            values = np.array(list(params.logit_bias.values()), np.float32)
-            row[self.bias_values][: len(values)] = values.view(np.int32)
+        for name, field in self.fields.items():
+            start = self.columns[name].start
+            row[start : start + len(values[name])] = np.asarray(values[name], field.dtype).view(np.int32)
         return row
 
-    def wants(self, row: Ints) -> Features:
+    def features(self, row: Ints) -> Features:
         """What a `record` asks of the choice of tokens."""
-        scalars = row[None, :NUM_SCALARS]
-        return wanted(_sampling(scalars, scalars[:, : len(FLOATS)].view(np.float32), scalars[:, NUM_PROMPT]))
+        return wanted(_sampling(self, row[None, : self.num_scalars], lambda bits: bits.view(np.float32)))
 
     def empty(self) -> Ints:
         """The rows of all slots before anything runs; padding is greedy."""
@@ -104,44 +127,43 @@ class SlotRows:
 
     def sampling(self, num_tokens: jax.Array) -> SamplingRows:
         """`num_tokens` [R]: of each sequence, up to which the next one is chosen."""
-        scalars = self._columns(slice(0, NUM_SCALARS))
-        floats = jax.lax.bitcast_convert_type(scalars[:, : len(FLOATS)], jnp.float32)
-        return _sampling(scalars, floats, num_tokens)
+        scalars = self._state[self._slots, : self._layout.num_scalars]
+        return _sampling(self._layout, scalars, _as_floats)._replace(num_tokens=num_tokens)
 
     def history(self) -> jax.Array:
-        return self._columns(self._layout.history)
+        return self._gathered("history")
 
     def allowed(self) -> jax.Array:
-        return self._columns(self._layout.allowed)
+        return self._gathered("allowed")
 
     def bias(self) -> tuple[jax.Array, jax.Array]:
-        values = jax.lax.bitcast_convert_type(self._columns(self._layout.bias_values), jnp.float32)
-        return self._columns(self._layout.bias_ids), values
+        return self._gathered("bias_ids"), _as_floats(self._gathered("bias_values"))
 
     def token_at(self, rows: jax.Array, positions: jax.Array) -> jax.Array:
         """[T]: the token at a position of a row's sequence."""
-        columns = self._layout.history.start + positions
+        columns = self._layout.columns["history"].start + positions
         return self._state[self._slots[rows], columns]
 
-    def _columns(self, columns: slice) -> Any:
-        return self._state[self._slots, columns]
+    def _gathered(self, name: str) -> jax.Array:
+        return self._state[self._slots, self._layout.columns[name]]
 
 
-def _sampling(scalars: Any, floats: Any, num_tokens: Any) -> SamplingRows:
-    """On the host and in the compiled step alike."""
-    return SamplingRows(
-        **{name: floats[:, i] for i, name in enumerate(FLOATS)},
-        top_k=scalars[:, TOP_K],
-        seed=scalars[:, SEED : SEED + 2],
-        num_prompt=scalars[:, NUM_PROMPT],
-        num_tokens=num_tokens,
-        num_logprobs=scalars[:, NUM_LOGPROBS],
-        constrained=scalars[:, CONSTRAINED],
-    )
+def _as_floats(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _sampling(layout: SlotLayout, scalars: Any, as_floats: Callable[[Any], Any]) -> SamplingRows:
+    """On the host and in the compiled step alike; as if there was only the prompt."""
+    values = {}
+    for name, field in SCALARS.items():
+        bits = scalars[:, layout.columns[name]]
+        value = as_floats(bits) if field.dtype == np.float32 else bits
+        values[name] = value if field.size > 1 else value[:, 0]
+    return SamplingRows(**values, num_tokens=values["num_prompt"])
 
 
 def append_tokens(
     layout: SlotLayout, state: jax.Array, slots: jax.Array, positions: jax.Array, token_ids: jax.Array
 ) -> jax.Array:
     """Writes each slot's chosen token at its position; -1, no choice, is written as token 0."""
-    return state.at[slots, layout.history.start + positions].set(jnp.maximum(token_ids, 0))
+    return state.at[slots, layout.columns["history"].start + positions].set(jnp.maximum(token_ids, 0))
