@@ -36,7 +36,7 @@ def crossed(root: Path) -> list[str]:
     """The files of docs/architecture.md's first section, which walks with a request."""
     text = (root / "docs/architecture.md").read_text()
     walk = text.split("\n## ")[1]
-    return sorted({name for name in re.findall(r"`(?:[\w/]*/)?(\w+\.py)", walk)})
+    return sorted(set(re.findall(r"`(?:[\w/]*/)?(\w+\.py)", walk)))
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ class StepShape(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The parts of the packed array: their shapes, views of them on the host, or slices in the compiled step."""
+    """Parts of the packed array: their shapes, views of them on the host, or slices in the compiled step."""
 
     positions: Any
     rope_lengths: Any

@@ -10,7 +10,7 @@ import h11
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hex_llm.server.stream import INLINE_WRITER, InlineWriter
+from hex_llm.server.common.stream import INLINE_WRITER, InlineWriter
 
 LINGER_S = 2  # what a client gets to send the rest of a body that nobody reads
 # Of the system for each connection: what it holds for a client that does not read is not seen here.

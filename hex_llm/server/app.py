@@ -13,12 +13,16 @@ from starlette.routing import Match
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError
 from hex_llm.server import metrics as measured
-from hex_llm.server import openai, page, responses, tgi, tokens, vertex
-from hex_llm.server.backend import Backend
+from hex_llm.server import page, tokens
+from hex_llm.server.common.backend import Backend
+from hex_llm.server.common.problems import error, invalid_body, problem_of
 from hex_llm.server.docs import add_docs
-from hex_llm.server.gate import OPEN_PATHS, Gate, all_routes, error
+from hex_llm.server.gate import OPEN_PATHS, Gate, all_routes
 from hex_llm.server.metrics import Metrics
-from hex_llm.server.problems import invalid_body, problem_of
+from hex_llm.server.openai import responses
+from hex_llm.server.openai import routes as openai
+from hex_llm.server.tgi import routes as tgi
+from hex_llm.server.vertex import routes as vertex
 
 
 def create_app(backend: Backend, config: ServerConfig, metrics: Metrics | None = None) -> FastAPI:

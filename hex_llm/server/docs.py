@@ -17,14 +17,16 @@ from pydantic import Field
 from pydantic.json_schema import models_json_schema
 
 from hex_llm import __version__
-from hex_llm.server.body import Body
+from hex_llm.server.common.body import Body
+from hex_llm.server.common.sampling_fields import MAX_PROMPTS
 from hex_llm.server.gate import OPEN_PATHS, all_routes
-from hex_llm.server.responses_schemas import ResponsesRequest
-from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerateRequest
-from hex_llm.server.tgi import TgiRoute
-from hex_llm.server.tgi_schemas import GenerateRequest as TgiRequest
-from hex_llm.server.tgi_schemas import TokenizeRequest
+from hex_llm.server.openai.responses_schemas import ResponsesRequest
+from hex_llm.server.openai.schemas import ChatRequest, CompletionRequest
+from hex_llm.server.tgi.routes import TgiRoute
+from hex_llm.server.tgi.schemas import GenerateRequest as TgiRequest
+from hex_llm.server.tgi.schemas import TokenizeRequest
 from hex_llm.server.tokens import ChatToTokenize, PromptToTokenize
+from hex_llm.server.vertex.schemas import GenerateRequest
 
 Schema = dict[str, Any]
 

@@ -25,22 +25,14 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError
 from hex_llm.ipc.stats import Timeline
 from hex_llm.server import page
-from hex_llm.server.backend import Backend
-from hex_llm.server.body_route import BodyRoute
+from hex_llm.server.common.backend import Backend
+from hex_llm.server.common.body_route import BodyRoute
+from hex_llm.server.common.problems import HEADERS, error
 from hex_llm.server.metrics import CURRENT, Metrics
-from hex_llm.server.problems import Problem
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = "5"
 BUSY_S = 1  # of being told that there are too many requests: one line in the log
-HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    408: {"Connection": "close"},
-    413: {"Connection": "close"},
-    429: {"Retry-After": RETRY_AFTER_S},
-    503: {"Retry-After": RETRY_AFTER_S},
-}
 # Of a body, counted by its commas: parsing so many holds up everyone for a tenth of a second.
 MAX_VALUES = 500_000
 VALUES_PER_KEY = 10  # which takes as long as so many values
@@ -61,10 +53,6 @@ def all_routes(routes: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
     for route in routes:
         included = getattr(route, "original_router", None)
         yield from (route,) if included is None else all_routes(included.routes)
-
-
-def error(status: int, message: str, param: str | None = None) -> JSONResponse:
-    return JSONResponse(Problem(status, message, param).body(), status, HEADERS.get(status))
 
 
 class Gate:

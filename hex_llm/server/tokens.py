@@ -18,14 +18,14 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read, shaped
 from hex_llm.sampling_params import MAX_INT
-from hex_llm.server.backend import Backend
-from hex_llm.server.body import Body, TokenIds, parse
-from hex_llm.server.body_route import BodyRoute, checked
-from hex_llm.server.chat import prepare
-from hex_llm.server.encoding import Encoded, Listed, Whole, encode, reply_of
-from hex_llm.server.schemas import ChatRequest
-from hex_llm.server.tgi import TgiRoute, in_their_shape
-from hex_llm.server.tgi_schemas import TokenizeRequest
+from hex_llm.server.common.backend import Backend
+from hex_llm.server.common.body import Body, TokenIds, parse
+from hex_llm.server.common.body_route import BodyRoute, checked
+from hex_llm.server.common.encoding import Encoded, Listed, Whole, encode, reply_of
+from hex_llm.server.openai.chat import prepare
+from hex_llm.server.openai.schemas import ChatRequest
+from hex_llm.server.tgi.routes import TgiRoute, in_their_shape
+from hex_llm.server.tgi.schemas import TokenizeRequest
 from hex_llm.text.tokenizer import Fast, Tokenizer
 
 Json = dict[str, Any]

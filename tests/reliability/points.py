@@ -3,7 +3,7 @@
 SERVER = """
 hex_llm.text.tokenizer:Tokenizer.encode
 hex_llm.text.chat:encode_chat
-hex_llm.server.schemas:OpenAIRequest.params
+hex_llm.server.openai.schemas:OpenAIRequest.params
 hex_llm.admission:make_request
 hex_llm.frontend.client:EngineClient._prepare
 hex_llm.frontend.client:EngineClient._submit
@@ -16,8 +16,8 @@ hex_llm.text.detokenize:Detokenizer.add
 hex_llm.frontend.outputs:OutputCollector.add
 hex_llm.frontend.outputs:OutputCollector.deltas
 hex_llm.frontend.outputs:OutputCollector.output
-hex_llm.server.replies:Frame.chunk
-hex_llm.server.logprobs:CompletionLogprobs.add
+hex_llm.server.openai.replies:Frame.chunk
+hex_llm.server.openai.logprobs:CompletionLogprobs.add
 hex_llm.server.metrics:Metrics.began
 hex_llm.server.metrics:Metrics.stepped
 hex_llm.server.metrics:Metrics.ended

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hex_llm.sampling_params import MAX_INT
-from hex_llm.server import schemas, tgi_schemas, tokens
-from hex_llm.server.body import Body
-from hex_llm.server.chat import RESERVED
-from hex_llm.server.responses_schemas import ResponsesRequest
+from hex_llm.server import tokens
+from hex_llm.server.common.body import Body
+from hex_llm.server.openai import schemas
+from hex_llm.server.openai.chat import RESERVED
+from hex_llm.server.openai.responses_schemas import ResponsesRequest
+from hex_llm.server.tgi import schemas as tgi_schemas
 
 Json = dict[str, Any]
 

@@ -13,7 +13,7 @@ import uvicorn
 
 from hex_llm.config import ServerConfig
 from hex_llm.server.app import create_app
-from hex_llm.server.backend import Backend
+from hex_llm.server.common.backend import Backend
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import EngineStopped, HexError, ModelError, QueueFull, TimedOut
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server.app import OPEN_PATHS, create_app
-from hex_llm.server.body import INERT
+from hex_llm.server.common.body import INERT
 from hex_llm.types import FinishReason, RequestOutput
 from tests.server.asking import CHAT, COMPLETIONS, GENERATE, HELLO, JSON, POSTS, ask, post, refusal
 from tests.server.fakes import BOS, EOS, ByteCodec, FakeBackend, byte_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.server.body import MAX_SCHEMA, json_text
+from hex_llm.server.common.body import MAX_SCHEMA, json_text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hex_llm.config import ServerConfig
 from hex_llm.errors import ConfigError
 from hex_llm.server.app import create_app
-from hex_llm.server.chat import RESERVED
+from hex_llm.server.openai.chat import RESERVED
 from tests.server.asking import CHAT, HELLO, ask, post, refusal, stream
 from tests.server.fakes import FakeBackend, Speaker, byte_tokenizer
 from tests.server.test_streaming import as_messages, joined

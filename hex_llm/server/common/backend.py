@@ -14,9 +14,9 @@ from hex_llm.errors import HexError, InvalidRequest, QueueFull, UnknownModel
 from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.body import shown
-from hex_llm.server.encoding import Whole, reply_of
-from hex_llm.server.schemas import Sampling
+from hex_llm.server.common.body import shown
+from hex_llm.server.common.encoding import Whole, reply_of
+from hex_llm.server.common.sampling_fields import Sampling
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import CompletionOutput, FinishReason, Logprobs, RequestOutput
 

@@ -23,17 +23,17 @@ from hex_llm.frontend.beside import shaped
 from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
-from hex_llm.server.backend import Backend, raise_failure, size_of, unless_gone
-from hex_llm.server.body import parse
-from hex_llm.server.body_route import BodyRoute, checked
-from hex_llm.server.encoding import Listed, Whole
-from hex_llm.server.gate import HEADERS
-from hex_llm.server.logprobs import finite
-from hex_llm.server.openai import chat_reply, completion_reply
-from hex_llm.server.problems import invalid_body
-from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, CompletionRequest
-from hex_llm.server.stream import Pieces, delta_size, event, streamed
-from hex_llm.server.tgi_schemas import MAX_NEW_TOKENS, MAX_SEED, MAX_STOPS, GenerateRequest, in_their_words
+from hex_llm.server.common.backend import Backend, raise_failure, size_of, unless_gone
+from hex_llm.server.common.body import parse
+from hex_llm.server.common.body_route import BodyRoute, checked
+from hex_llm.server.common.encoding import Listed, Whole
+from hex_llm.server.common.problems import HEADERS, invalid_body
+from hex_llm.server.common.sampling_fields import MAX_PROMPTS
+from hex_llm.server.common.stream import Pieces, delta_size, event, streamed
+from hex_llm.server.openai.logprobs import finite
+from hex_llm.server.openai.routes import chat_reply, completion_reply
+from hex_llm.server.openai.schemas import ChatRequest, CompletionRequest
+from hex_llm.server.tgi.schemas import MAX_NEW_TOKENS, MAX_SEED, MAX_STOPS, GenerateRequest, in_their_words
 from hex_llm.text.detokenize import Detokenizer
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import CompletionOutput, FinishReason, Logprobs, RequestOutput

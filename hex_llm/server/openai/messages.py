@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from hex_llm.server.body import Body, told
+from hex_llm.server.common.body import Body, told
 
 
 class TextPart(Body):

@@ -18,14 +18,14 @@ from hex_llm.config import ServerConfig
 from hex_llm.frontend.beside import read
 from hex_llm.frontend.outputs import Named
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server import logprobs
-from hex_llm.server.backend import Backend, answer, check_model, size_of, together, unless_gone
-from hex_llm.server.body_route import BodyRoute
-from hex_llm.server.chat import DEFAULTS, chat, check_parsers, stream_chat
-from hex_llm.server.encoding import Listed, Whole, encode
-from hex_llm.server.replies import Fields, chunks, end_of, head_of, whole
-from hex_llm.server.schemas import ChatRequest, CompletionRequest
-from hex_llm.server.stream import Job, ReplyStream, StreamDelta, streamed
+from hex_llm.server.common.backend import Backend, answer, check_model, size_of, together, unless_gone
+from hex_llm.server.common.body_route import BodyRoute
+from hex_llm.server.common.encoding import Listed, Whole, encode
+from hex_llm.server.common.stream import Job, ReplyStream, StreamDelta, streamed
+from hex_llm.server.openai import logprobs
+from hex_llm.server.openai.chat import DEFAULTS, chat, check_parsers, stream_chat
+from hex_llm.server.openai.replies import Fields, chunks, end_of, head_of, whole
+from hex_llm.server.openai.schemas import ChatRequest, CompletionRequest
 from hex_llm.types import CompletionOutput, Logprobs, RequestOutput
 
 KIND = ("cmpl", "text_completion")

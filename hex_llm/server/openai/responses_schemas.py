@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.server.body import Body, NamedSchema, Whole, parse, told
-from hex_llm.server.messages import Function, joined
-from hex_llm.server.schemas import ChatRequest, Effort, OpenAIRequest
+from hex_llm.server.common.body import Body, NamedSchema, Whole, parse, told
+from hex_llm.server.openai.messages import Function, joined
+from hex_llm.server.openai.schemas import ChatRequest, Effort, OpenAIRequest
 
 Message = dict[str, Any]  # of a chat
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.generation import Generation
-from hex_llm.server.backend import Backend
-from hex_llm.server.encoding import encode
-from hex_llm.server.schemas import OpenAIRequest, StreamOptions
-from hex_llm.server.stream import DONE, Job, ReplyStream, StreamDelta, event, refuse_best_of
+from hex_llm.server.common.backend import Backend
+from hex_llm.server.common.encoding import encode
+from hex_llm.server.common.stream import DONE, Job, ReplyStream, StreamDelta, event, refuse_best_of
+from hex_llm.server.openai.schemas import OpenAIRequest, StreamOptions
 from hex_llm.types import CompletionOutput, RequestOutput
 
 Fields = dict[str, Any]

@@ -23,9 +23,9 @@ from hex_llm.frontend.beside import shaped
 from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import MAX_LOGPROBS, SamplingParams
-from hex_llm.server.backend import Backend, client_leaves, raise_failure
-from hex_llm.server.encoding import encode
-from hex_llm.server.problems import problem_of
+from hex_llm.server.common.backend import Backend, client_leaves, raise_failure
+from hex_llm.server.common.encoding import encode
+from hex_llm.server.common.problems import problem_of
 
 log = logging.getLogger(__name__)
 

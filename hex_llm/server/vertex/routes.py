@@ -20,15 +20,19 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.frontend.beside import shaped
 from hex_llm.frontend.outputs import Delta
-from hex_llm.server import logprobs, tgi, tgi_schemas
-from hex_llm.server.backend import Backend, answer, size_of, together, unless_gone
-from hex_llm.server.body import Kind, not_built, parse, shown
-from hex_llm.server.body_route import BodyRoute, checked
-from hex_llm.server.chat import chat, stream_chat
-from hex_llm.server.encoding import Whole, encode
-from hex_llm.server.problems import problem_of
-from hex_llm.server.schemas import MAX_PROMPTS, ChatRequest, GenerateRequest
-from hex_llm.server.stream import Job, ReplyStream, StreamDelta, refuse_best_of, streamed
+from hex_llm.server.common.backend import Backend, answer, size_of, together, unless_gone
+from hex_llm.server.common.body import Kind, not_built, parse, shown
+from hex_llm.server.common.body_route import BodyRoute, checked
+from hex_llm.server.common.encoding import Whole, encode
+from hex_llm.server.common.problems import problem_of
+from hex_llm.server.common.sampling_fields import MAX_PROMPTS
+from hex_llm.server.common.stream import Job, ReplyStream, StreamDelta, refuse_best_of, streamed
+from hex_llm.server.openai import logprobs
+from hex_llm.server.openai.chat import chat, stream_chat
+from hex_llm.server.openai.schemas import ChatRequest
+from hex_llm.server.tgi import routes as tgi
+from hex_llm.server.tgi import schemas as tgi_schemas
+from hex_llm.server.vertex.schemas import GenerateRequest
 from hex_llm.types import CompletionOutput, RequestOutput
 
 MARK = "@requestFormat"  # its one value makes an instance a chat completion

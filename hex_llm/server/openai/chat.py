@@ -19,13 +19,13 @@ from hex_llm.frontend.beside import LONG_TEXT, read
 from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
-from hex_llm.server import logprobs
-from hex_llm.server.backend import Backend, answer, check_model, size_of
-from hex_llm.server.body import check_num_values, shown, values_in
-from hex_llm.server.encoding import Listed, Whole
-from hex_llm.server.replies import Fields, chunks, end_of, given, head_of, whole
-from hex_llm.server.schemas import ChatRequest
-from hex_llm.server.stream import Job, ReplyStream, StreamDelta
+from hex_llm.server.common.backend import Backend, answer, check_model, size_of
+from hex_llm.server.common.body import check_num_values, shown, values_in
+from hex_llm.server.common.encoding import Listed, Whole
+from hex_llm.server.common.stream import Job, ReplyStream, StreamDelta
+from hex_llm.server.openai import logprobs
+from hex_llm.server.openai.replies import Fields, chunks, end_of, given, head_of, whole
+from hex_llm.server.openai.schemas import ChatRequest
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, reasoning_parser
 from hex_llm.text.tokenizer import Tokenizer

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read
-from hex_llm.server.body import Body, check_texts, is_suspicious, parse
-from hex_llm.server.problems import problem_of
+from hex_llm.server.common.body import Body, check_texts, is_suspicious, parse
+from hex_llm.server.common.problems import problem_of
 
 LARGE_BODY = 32 << 10  # bytes
 

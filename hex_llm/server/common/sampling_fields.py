@@ -1,8 +1,7 @@
-"""The bodies that OpenAI's and Vertex's routes take."""
+"""The fields of SamplingParams as bodies of every dialect have them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,7 @@ from pydantic import Field
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import ABOVE, COUNTS, RANGES, SamplingParams, StructuredOutputs
-from hex_llm.server.body import (
+from hex_llm.server.common.body import (
     Body,
     NamedSchema,
     OneOrMoreTexts,
@@ -18,23 +17,12 @@ from hex_llm.server.body import (
     TokenIds,
     Whole,
     json_text,
-    shown,
     told,
 )
-from hex_llm.server.messages import Message, NamedTool, Tool
 
 MAX_PROMPTS = 1024  # in one request
 SAMPLED = frozenset(field.name for field in fields(SamplingParams))
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-PromptTexts = Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
-IdLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 Prompt = Annotated[str | TokenIds, told("must be a text or a list of token ids")]
-Prompts = Annotated[
-    str | PromptTexts | TokenIds | IdLists,
-    Field(union_mode="left_to_right"),
-    told(f"must be a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
-]
 
 
 # ---- what the document of the API says beyond types
@@ -163,103 +151,3 @@ class Sampling(Body):
                 "structured_outputs",
             )
         return wanted[0] if wanted else None
-
-
-class StreamOptions(Body):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-
-
-class OpenAIRequest(Sampling):
-    """What completions and chats have in common. Some fields are for those who look at their own logs."""
-
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,200}$")] | None = None  # the end of the reply's
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    safety_identifier: str = ""  # the newer name of user
-    prompt_cache_key: str = ""
-
-    def params(self) -> SamplingParams:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options: only together with stream", "stream_options")
-        return super().params()
-
-
-class CompletionRequest(OpenAIRequest):
-    prompt: Prompts
-    logprobs: Whole | None = None
-    echo: bool | None = None
-    add_special_tokens: bool = True
-
-    def prompts(self) -> Sequence[str | list[int]]:
-        one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
-
-
-class ChatRequest(OpenAIRequest):
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    max_completion_tokens: Whole | None = None  # the newer name of max_tokens
-    logprobs: bool = False
-    top_logprobs: Whole | None = None
-    echo: bool = False  # the reply begins with the last message, if that is an assistant's
-    metadata: dict[str, str] | None = None
-
-    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool,
-        told('must be none, auto, required or {"type": "function", "function": {"name": ...}}'),
-    ] = "auto"
-    parallel_tool_calls: bool = True
-    include_reasoning: bool = True
-
-    # For the template:
-    reasoning_effort: Effort | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False  # the template writes them
-    documents: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = Field({})
-
-    def sampled(self) -> dict[str, Any]:
-        sent = super().sampled()
-        newer = self.max_completion_tokens
-        if newer is not None and self.max_tokens not in (None, newer):
-            raise InvalidRequest(
-                "max_completion_tokens and max_tokens contradict each other", "max_completion_tokens"
-            )
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs: only together with logprobs", "top_logprobs")
-        sent["max_tokens"] = newer if newer is not None else self.max_tokens  # None: as long as it gets
-        sent["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
-        sent.pop("echo", None)  # the engine's would be that of the whole prompt
-        return sent
-
-    def calls_wanted(self) -> str:
-        """none, auto, required, or the name of a tool."""
-        choice = self.tool_choice
-        wanted = choice if isinstance(choice, str) else choice.function.name
-        names = [tool.function.name for tool in self.tools]
-        if len({*names, "none", "auto", "required"}) < len(names) + 3:
-            raise InvalidRequest("tools: names must differ, also from none, auto and required", "tools")
-        if isinstance(choice, NamedTool) and wanted not in names:
-            raise InvalidRequest(f"tool_choice: no tool has the name {shown(wanted)}", "tool_choice")
-        if wanted == "required" and not names:
-            raise InvalidRequest("tool_choice: there are no tools", "tool_choice")
-        return wanted if names else "none"
-
-
-class GenerateRequest(Sampling):
-    """One instance of a Vertex prediction."""
-
-    prompt: Prompt
-    logprobs: Whole | None = None
-    echo: bool | None = None
-    raw_response: bool = False
-
-    def sampled(self) -> dict[str, Any]:
-        sent = super().sampled()
-        # A raw response tells each output's cumulative log-probability.
-        return {"logprobs": 0, **sent} if self.raw_response else sent

@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull, TimedOut, UnknownModel
-from hex_llm.server.body import invalid
+from hex_llm.server.common.body import invalid
 
+RETRY_AFTER_S = "5"
+HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    413: {"Connection": "close"},
+    429: {"Retry-After": RETRY_AFTER_S},
+    503: {"Retry-After": RETRY_AFTER_S},
+}
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -34,3 +43,7 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, HexError):
         return Problem({QueueFull: 429, EngineStopped: 503, TimedOut: 504}.get(type(error), 500), str(error))
     return Problem(500, "internal error; the server's log tells more")
+
+
+def error(status: int, message: str, param: str | None = None) -> JSONResponse:
+    return JSONResponse(Problem(status, message, param).body(), status, HEADERS.get(status))
