@@ -26,6 +26,10 @@ class LLM:
     """A model in this process. Flags are keyword arguments under their own names; no model: the default one.
 
     Shapes are compiled when they first occur; `warmup=True` compiles them all at the start.
+
+        llm = LLM("Qwen/Qwen2.5-1.5B-Instruct", max_model_len=4096)
+        [output] = llm.chat([{"role": "user", "content": "Hello!"}], SamplingParams(max_tokens=64))
+        print(output.outputs[0].text)
     """
 
     def __init__(self, model: str | Path | None = None, **flags: Any) -> None:

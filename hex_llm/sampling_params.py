@@ -53,6 +53,11 @@ class StructuredOutputs:
 
 @dataclass(frozen=True)
 class SamplingParams:
+    """How the tokens of a request are chosen, and when it ends. InvalidRequest names a field out of its range.
+
+        SamplingParams(temperature=0.7, top_p=0.9, max_tokens=256, stop=("\n\n",), seed=1)
+    """
+
     n: int = 1
     best_of: int | None = None  # choices made, of which the n likeliest are returned; None: n
     temperature: float = 1.0  # 0: greedy
