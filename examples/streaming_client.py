@@ -5,7 +5,9 @@ import sys
 
 from openai import OpenAI
 
-client = OpenAI(base_url=f"{sys.argv[1] if len(sys.argv) > 1 else 'http://localhost:7080'}/v1", api_key="none")
+client = OpenAI(
+    base_url=f"{sys.argv[1] if len(sys.argv) > 1 else 'http://localhost:7080'}/v1", api_key="none"
+)
 messages = [{"role": "user", "content": "Tell me a short story about a lighthouse."}]
 stream = client.chat.completions.create(model="default", messages=messages, max_tokens=128, stream=True)
 for chunk in stream:

@@ -12,7 +12,9 @@ SCHEMA = {
     "required": ["city", "country"],
     "additionalProperties": False,
 }
-client = OpenAI(base_url=f"{sys.argv[1] if len(sys.argv) > 1 else 'http://localhost:7080'}/v1", api_key="none")
+client = OpenAI(
+    base_url=f"{sys.argv[1] if len(sys.argv) > 1 else 'http://localhost:7080'}/v1", api_key="none"
+)
 reply = client.chat.completions.create(
     model="default",
     messages=[{"role": "user", "content": "What is the capital of France, and of which country is it?"}],

@@ -14,7 +14,9 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-client = OpenAI(base_url=f"{sys.argv[1] if len(sys.argv) > 1 else 'http://localhost:7080'}/v1", api_key="none")
+client = OpenAI(
+    base_url=f"{sys.argv[1] if len(sys.argv) > 1 else 'http://localhost:7080'}/v1", api_key="none"
+)
 messages = [{"role": "user", "content": "How warm is it in Paris?"}]
 # "required": small models seldom call a function of their own accord.
 asked = client.chat.completions.create(

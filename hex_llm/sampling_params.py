@@ -53,9 +53,9 @@ class StructuredOutputs:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a request are chosen, and when it ends. InvalidRequest names a field out of its range.
+    """How the tokens of a request are chosen, and when it ends. InvalidRequest names a bad field.
 
-        SamplingParams(temperature=0.7, top_p=0.9, max_tokens=256, stop=("\n\n",), seed=1)
+    SamplingParams(temperature=0.7, top_p=0.9, max_tokens=256, stop=("###",), seed=1)
     """
 
     n: int = 1
