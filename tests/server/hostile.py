@@ -19,6 +19,7 @@ from hex_llm.server.openai import schemas
 from hex_llm.server.openai.chat import RESERVED
 from hex_llm.server.openai.responses_schemas import ResponsesRequest
 from hex_llm.server.tgi import schemas as tgi_schemas
+from hex_llm.server.vertex.schemas import GenerateRequest
 
 Json = dict[str, Any]
 
@@ -81,9 +82,9 @@ DOORS = [
     Door("/v1/completions", PROMPT, schemas.CompletionRequest),
     Door("/v1/chat/completions", CHAT, schemas.ChatRequest),
     Door("/v1/responses", {"input": HELLO}, ResponsesRequest),
-    Door("/generate", PROMPT, schemas.GenerateRequest),
-    Door("/generate", {"instances": [PROMPT]}, schemas.GenerateRequest, ("instances", 0), streams=False),
-    Door("/generate", SHARED, schemas.GenerateRequest, IN_PARAMETERS, streams=False),
+    Door("/generate", PROMPT, GenerateRequest),
+    Door("/generate", {"instances": [PROMPT]}, GenerateRequest, ("instances", 0), streams=False),
+    Door("/generate", SHARED, GenerateRequest, IN_PARAMETERS, streams=False),
     Door("/generate", {"instances": [MARKED]}, schemas.ChatRequest, ("instances", 0), streams=False),
     Door("/generate", TGI, tgi_schemas.Parameters, IN_PARAMETERS),
     Door("/vertex", {"instances": [INPUTS], "parameters": {}}, tgi_schemas.Parameters, IN_PARAMETERS, False),
