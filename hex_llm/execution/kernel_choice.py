@@ -19,9 +19,7 @@ log = logging.getLogger(__name__)
 class Kernels(NamedTuple):
     attend: PagedAttention
     fused_moe: RoutedExperts
-    panel_width: (
-        int | None
-    )  # of the weights' panels, which the CPU's own kernels want; None: as they were loaded
+    panel_width: int | None  # of weights in panels, for the CPU's own kernels; None: they stay as loaded
 
 
 class Devices(NamedTuple):

@@ -16,7 +16,6 @@ from hashlib import sha256
 from typing import Any
 
 from fastapi import HTTPException, Response
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,7 +26,7 @@ from hex_llm.ipc.stats import Timeline
 from hex_llm.server import page
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.problems import HEADERS, error
+from hex_llm.server.common.problems import error, error_reply
 from hex_llm.server.metrics import CURRENT, Metrics
 
 log = logging.getLogger(__name__)
@@ -116,8 +115,7 @@ class Gate:
         try:
             self.backend.check_room(1)
         except HexError as problem:
-            status, body = route.told(problem)
-            return JSONResponse(body, status, HEADERS.get(status))
+            return error_reply(*route.told(problem))
         return None
 
     def is_open(self, method: str, path: str) -> bool:

@@ -46,4 +46,9 @@ def problem_of(error: Exception) -> Problem:
 
 
 def error(status: int, message: str, param: str | None = None) -> JSONResponse:
-    return JSONResponse(Problem(status, message, param).body(), status, HEADERS.get(status))
+    return error_reply(status, Problem(status, message, param).body())
+
+
+def error_reply(status: int, body: dict[str, Any]) -> JSONResponse:
+    """In whatever shape a dialect gives the body."""
+    return JSONResponse(body, status, HEADERS.get(status))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 
 from hex_llm import __version__
 from hex_llm.config import ServerConfig
@@ -27,7 +26,7 @@ from hex_llm.server.common.backend import Backend, raise_failure, size_of, unles
 from hex_llm.server.common.body import parse
 from hex_llm.server.common.body_route import BodyRoute, checked
 from hex_llm.server.common.encoding import Listed, Whole
-from hex_llm.server.common.problems import HEADERS, invalid_body
+from hex_llm.server.common.problems import error_reply, invalid_body
 from hex_llm.server.common.sampling_fields import MAX_PROMPTS
 from hex_llm.server.common.stream import Pieces, delta_size, event, streamed
 from hex_llm.server.openai.logprobs import finite
@@ -74,8 +73,7 @@ async def in_their_shape(work: Awaitable[Response]) -> Response:
         problem: HexError = invalid_body(error)
     except HexError as error:
         problem = error
-    status, body = problem_of(problem)
-    return JSONResponse(body, status, HEADERS.get(status))
+    return error_reply(*problem_of(problem))
 
 
 class TgiRoute(BodyRoute):
