@@ -37,6 +37,8 @@ class Request:
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
     bad_word_ids: list[list[int]] = field(default_factory=list)  # params.bad_words as token ids
+    # What else changes KV, by the position from which on: an adapter at 0, an image at its place.
+    extra_keys: dict[int, str] = field(default_factory=dict)
 
 
 class TokenLogprobs(NamedTuple):

@@ -57,12 +57,12 @@ def start(folder: Path, cache: Path, tiny: bool, warm_up: bool, flags: dict[str,
     jax.devices()
     devices = time.perf_counter()
     llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, **{"download_dir": str(cache), **flags})
-    jax.block_until_ready((llm.engine.runner.weights, llm.engine.runner.pages))
+    jax.block_until_ready((llm.engine.stepper.runner.weights, llm.engine.stepper.runner.pages))
     loaded = time.perf_counter()
     if warm_up:
         llm.engine.warm_up()
     compiled = time.perf_counter()
-    num_programs = len(llm.engine.runner.all_programs()) if warm_up else 0
+    num_programs = len(llm.engine.stepper.runner.all_programs()) if warm_up else 0
     generate(llm, "first", FIRST)
     tell_started()
     first = time.perf_counter()
@@ -95,7 +95,7 @@ def bench(llm: LLM, timed: Timed, name: str, workload: Workload) -> None:
     }
     parts |= {"other": seconds - sum(parts.values()), "all": seconds}
     told = ", ".join(f"{part} {total * 1000 / steps:.2f}" for part, total in parts.items())
-    late = llm.engine.runner.num_late_compiles
+    late = llm.engine.stepper.runner.num_late_compiles
     print(f"    {steps} steps, the host's ms in each: {told}; {late} compiled late", flush=True)
 
 
@@ -112,7 +112,7 @@ def ours(options: argparse.Namespace, folder: Path) -> None:
             write_programs(llm, options.hlo)
     for name in workload_names(options):
         bench(llm, timed, name, WORKLOADS[name].scaled(options.tiny))
-    print(llm.engine.runner.temporary_bytes() >> 20, "MiB of temporaries")
+    print(llm.engine.stepper.runner.temporary_bytes() >> 20, "MiB of temporaries")
 
 
 def workload_names(options: argparse.Namespace) -> list[str]:

@@ -66,7 +66,7 @@ def generate(llm: LLM, ids: list[list[int]], params: SamplingParams) -> None:
 
 def host_ms(llm: LLM, ids: list[list[int]], params: SamplingParams) -> float:
     """What a step costs besides waiting for the devices."""
-    runner, read, waited = llm.engine.runner, llm.engine.runner.read, 0.0
+    runner, read, waited = llm.engine.stepper.runner, llm.engine.stepper.runner.read, 0.0
 
     def timed(step: object) -> object:
         nonlocal waited

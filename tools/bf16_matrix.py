@@ -78,7 +78,7 @@ class Engines:
             self._first[way.chunk] = build_engine(config, open_files(config), None)
             self._first[way.chunk].warm_up()
         first = self._first[way.chunk]
-        return Engine(config, first.spec, first.runner, first.scheduler.pool.num_blocks)
+        return Engine(config, first.spec, first.stepper.runner, first.stepper.scheduler.pool.num_blocks)
 
 
 def make_prompts() -> list[list[int]]:

@@ -36,7 +36,7 @@ def prefill_plan(llm: LLM, num_rows: int, num_tokens: int) -> StepPlan:
 def _chunk(llm: LLM, row: int, position: int, num_tokens: int) -> Chunk:
     """Of the row's own blocks, as far as there are so many."""
     each = -(-(position + num_tokens) // llm.config.block_size)
-    num_usable = llm.engine.scheduler.pool.num_usable
+    num_usable = llm.engine.stepper.scheduler.pool.num_usable
     blocks = [1 + (row * each + j) % num_usable for j in range(each)]
     return Chunk(1 + row, position, num_tokens, blocks, 0, True)
 
@@ -52,7 +52,7 @@ def plans(llm: LLM) -> dict[str, StepPlan]:
 
 def compile_all(llm: LLM, steps: list[StepPlan]) -> None:
     """Several at a time, before they are run one by one."""
-    runner = llm.engine.runner
+    runner = llm.engine.stepper.runner
     with ThreadPoolExecutor(8) as compilers:
         list(compilers.map(runner._program, {runner.paddings.shape(plan) for plan in steps}))
 
@@ -60,9 +60,9 @@ def compile_all(llm: LLM, steps: list[StepPlan]) -> None:
 def repeated(llm: LLM, plan: StepPlan, repeats: int = REPEATS) -> tuple[float, float]:
     """Seconds until some steps were sent off, and until they had ended."""
     began = time.perf_counter()
-    steps = [llm.engine.runner.dispatch(plan) for _ in range(repeats)]
+    steps = [llm.engine.stepper.runner.dispatch(plan) for _ in range(repeats)]
     sent = time.perf_counter()
-    llm.engine.runner.read(steps[-1])
+    llm.engine.stepper.runner.read(steps[-1])
     return sent - began, time.perf_counter() - began
 
 
@@ -82,7 +82,7 @@ def profile(llm: LLM, folder: Path) -> None:
         with jax.profiler.trace(str(folder / name)):
             repeated(llm, plan)
         tell_parts(kernels(folder / name), wall)
-    runner, full = llm.engine.runner, list(steps.values())[-2]
+    runner, full = llm.engine.stepper.runner, list(steps.values())[-2]
     for params in ({"temperature": 0.0}, {}, {"top_p": 0.9}, {"logprobs": 5}):
         record = runner.layout.record(SamplingParams(**params), 1, 1, [1], None)
         runner.write_slots([(1 + i, record) for i in range(len(full.decodes))])
@@ -91,8 +91,10 @@ def profile(llm: LLM, folder: Path) -> None:
 
 def write_programs(llm: LLM, folder: Path) -> None:
     for name, plan in plans(llm).items():
-        shape = llm.engine.runner.paddings.shape(plan)
-        (folder / f"{name.replace(' ', '_')}.txt").write_text(llm.engine.runner._program(shape).as_text())
+        shape = llm.engine.stepper.runner.paddings.shape(plan)
+        (folder / f"{name.replace(' ', '_')}.txt").write_text(
+            llm.engine.stepper.runner._program(shape).as_text()
+        )
 
 
 def kernels(folder: Path) -> Counter[str]:

@@ -43,7 +43,7 @@ def start(folder: Path, cache: Path, tiny: bool, most: int, longest: int) -> LLM
         max_model_len=longest,
         max_decode_seqs=most,
     )
-    runner = llm.engine.runner
+    runner = llm.engine.stepper.runner
     # A cache of zeros would draw less power than a real one.
     fill = jax.jit(_random_like, donate_argnums=0)
     runner.pages = [fill(page) for page in runner.pages]
@@ -56,7 +56,7 @@ def _random_like(page: jax.Array) -> jax.Array:
 
 def bytes_read(llm: LLM) -> tuple[int, int]:
     """By each step, and for each token of a row's context."""
-    runner, pool = llm.engine.runner, llm.engine.scheduler.pool
+    runner, pool = llm.engine.stepper.runner, llm.engine.stepper.scheduler.pool
     known = account(
         runner.weights, runner.pages, None, jax.local_devices()[:1], pool.num_blocks, pool.block_size
     )

@@ -95,7 +95,7 @@ def build_engine(
 
 def describe_memory(engine: Engine) -> str:
     """Where the memory of each device goes, in one line."""
-    runner, pool = engine.runner, engine.scheduler.pool
+    runner, pool = engine.stepper.runner, engine.stepper.scheduler.pool
     devices = list(runner.mesh.devices.flat)
     known = account(
         runner.weights, runner.pages, runner.temporary_bytes(), devices, pool.num_blocks, pool.block_size

@@ -1,10 +1,11 @@
-"""Following grammars beside the engine's thread: a choice's token, then the mask of what may come next."""
+"""Following grammars beside the engine's thread: a choice's tokens, then the mask of what may come next."""
 
 from __future__ import annotations
 
 import heapq
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count
@@ -22,10 +23,11 @@ class NotFollowed(HexError):
     """The model chose a token that the grammar does not allow."""
 
 
-def next_mask(matcher: Matcher, token_id: int) -> Ints | None:
-    """After this token; None: nothing may follow."""
-    if not matcher.accept(token_id):
-        raise NotFollowed(f"token {token_id} does not follow the grammar")
+def next_mask(matcher: Matcher, token_ids: Sequence[int]) -> Ints | None:
+    """After these tokens; None: nothing may follow."""
+    for token_id in token_ids:
+        if not matcher.accept(token_id):
+            raise NotFollowed(f"token {token_id} does not follow the grammar")
     return None if matcher.stopped else matcher.mask()
 
 
@@ -35,12 +37,12 @@ class MaskPool:
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._num_threads = num_threads
-        self._queue: list[tuple[float, int, Future[Ints | None], Matcher, int]] = []
+        self._queue: list[tuple[float, int, Future[Ints | None], Matcher, Sequence[int]]] = []
         self._numbers = count()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, matcher: Matcher, token_id: int) -> Future[Ints | None]:
+    def submit(self, matcher: Matcher, token_ids: Sequence[int]) -> Future[Ints | None]:
         """`next_mask`, later."""
         done: Future[Ints | None] = Future()
         with self._changed:
@@ -48,7 +50,7 @@ class MaskPool:
                 self._threads.append(threading.Thread(target=self._run, name="masks", daemon=True))
                 self._threads[-1].start()
             taken = matcher.budget.seconds_taken
-            heapq.heappush(self._queue, (taken, next(self._numbers), done, matcher, token_id))
+            heapq.heappush(self._queue, (taken, next(self._numbers), done, matcher, token_ids))
             self._changed.notify()
         return done
 
@@ -58,11 +60,11 @@ class MaskPool:
             with self._changed:
                 while not self._queue:
                     self._changed.wait()
-                _, _, done, matcher, token_id = heapq.heappop(self._queue)
+                _, _, done, matcher, token_ids = heapq.heappop(self._queue)
             if done.cancelled():
                 continue
             with suppress(InvalidStateError):  # cancelled meanwhile
                 try:
-                    done.set_result(next_mask(matcher, token_id))
+                    done.set_result(next_mask(matcher, token_ids))
                 except Exception as error:
                     done.set_exception(error)

@@ -64,9 +64,10 @@ class SteppedEngine(Protocol):
     """What the worker needs of an Engine."""
 
     limits: Limits
-    num_steps: int
     memory: str
 
+    @property
+    def num_steps(self) -> int: ...
     @property
     def stats(self) -> Stats: ...
     @property

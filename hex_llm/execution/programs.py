@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.execution.batch import StepShape, unpack
-from hex_llm.execution.results import CHOICE_SIZE, pack_choices, pack_logprobs
+from hex_llm.execution.results import CHOICE_SIZE, first_token_ids, pack_choices, pack_tokens
 from hex_llm.execution.sampling import (
     Chosen,
     Features,
@@ -197,15 +197,15 @@ def adjusted_logits(slots: jax.Array, logits: jax.Array, rows: jax.Array, *, lay
 
 def add_logprobs(logits: jax.Array, choices: jax.Array) -> jax.Array:
     """The model's own, before anything was adjusted."""
-    token_ids = choices[:, 0]
+    token_ids = first_token_ids(choices)
     return pack_choices(Chosen(token_ids, *logprobs_of(logits, token_ids)))
 
 
 def prompt_logprobs(
     weights: Weights, hidden: jax.Array, following: jax.Array, *, spec: ModelSpec
 ) -> jax.Array:
-    """hidden [N, D] of some tokens, following [N] the tokens after them -> packed log-probabilities."""
-    return pack_logprobs(logprobs_of(decoder.logits(spec, weights, hidden), following))
+    """hidden [N, D] of some tokens, following [N] the tokens after them -> these, packed (results.py)."""
+    return pack_tokens(Chosen(following, *logprobs_of(decoder.logits(spec, weights, hidden), following)))
 
 
 def write_rows(slots: jax.Array, which: jax.Array, values: jax.Array, *, first_column: int) -> jax.Array:

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,14 +31,14 @@ from hex_llm.execution.executable_cache import ExecutableCache
 from hex_llm.execution.kernel_choice import Devices, choose_kernels, page_width
 from hex_llm.execution.profile import Recorder
 from hex_llm.execution.programs import AddLogprobs, Adjust, Choose, Key, Pages, Program, PromptLogprobs, Write
-from hex_llm.execution.results import unpack_logprobs
+from hex_llm.execution.results import TOKEN, Choices
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import cpu
 from hex_llm.models.params import Weights, in_panels
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES
-from hex_llm.types import StepPlan, TokenLogprobs
+from hex_llm.types import StepPlan
 from hex_llm.weights.source import private_folder
 
 log = logging.getLogger(__name__)
@@ -92,10 +93,10 @@ class Runner:
             0
         ] * self.layout.num_slots  # of each slot, as plain numbers: flags are slow to combine
         # Where branches cost little, one program chooses tokens, whatever is wanted.
-        self._branches = self._platform != "gpu"
+        self.branches = self._platform != "gpu"
         self.num_late_compiles = 0
         self.is_compiling = False
-        self._is_warm = False
+        self.is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
         self._setting = programs.ProgramContext(
@@ -105,7 +106,7 @@ class Runner:
             programs.split_by_head(kernels.attend, mesh),
             programs.split_by_width(kernels.fused_moe, mesh),
         )
-        self._programs: dict[Key, Program] = {}
+        self.compiled: dict[Key, Program] = {}
         self._executables = None if kept_in is None else self._executable_cache(kept_in)
         self.recorder = Recorder(config.profile)
 
@@ -127,7 +128,7 @@ class Runner:
 
     def _choose(self, logits: jax.Array, rows: jax.Array, wanted: Features) -> jax.Array:
         num_rows, adjusted = len(logits), logits
-        if self._branches:
+        if self.branches:
             choices, self.slots = self._program(Choose(num_rows))(self.slots, logits, rows)
             return choices
         if Features.ADJUSTED in wanted:
@@ -138,26 +139,29 @@ class Runner:
             choices = self._program(AddLogprobs(num_rows))(logits, choices)
         return choices
 
-    def read(self, step: InFlight) -> Ints:
-        """Waits for a step; one row (results.py) for each of the plan's."""
+    def read(self, step: InFlight) -> Choices:
+        """Waits for a step; one row for each of the plan's."""
         with self.recorder.phase("wait"):
             choices, first = np.asarray(step.choices), step.shape.num_decodes
         self.recorder.read_step()
-        return np.concatenate(
-            [choices[: len(step.plan.decodes)], choices[first : first + len(step.plan.prefills)]]
+        decodes, prefills = (
+            choices[: len(step.plan.decodes)],
+            choices[first : first + len(step.plan.prefills)],
         )
+        return Choices(np.concatenate([decodes, prefills]))
 
-    def prompt_logprobs(self, step: InFlight, row: int, following: Ints, num_top: int) -> list[TokenLogprobs]:
-        """Of the tokens that follow the first tokens of a step's prefill. Rare, so the host hands pieces of
-        one size to one program instead of every step carrying the work along."""
+    def prompt_logprobs(self, step: InFlight, row: int, following: Ints) -> npt.NDArray[Any]:
+        """Rows of results.TOKEN: of the tokens that follow the first ones of a step's prefill. Rare, so the
+        host hands pieces of one size to one program instead of every step carrying the work along."""
         chunks = step.plan.prefills[: row - len(step.plan.decodes)]
         start = sum(chunk.num_tokens for chunk in chunks)
         hidden = np.asarray(step.hidden)[start : start + len(following)]
-        program, found = self._program(PromptLogprobs(PROMPT_ROWS)), []
+        program, pieces = self._program(PromptLogprobs(PROMPT_ROWS)), [np.zeros(0, TOKEN)]
         for i in range(0, len(following), PROMPT_ROWS):
             part = [_padded(x[i : i + PROMPT_ROWS], PROMPT_ROWS) for x in (hidden, following)]
-            found.append(np.asarray(program(self.weights, *part))[: len(following) - i])
-        return [unpack_logprobs(one, num_top) for piece in found for one in piece]
+            rows = np.asarray(program(self.weights, *part)).view(TOKEN)[:, 0]
+            pieces.append(rows[: len(following) - i])
+        return np.concatenate(pieces)
 
     def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
         """Whole rows of slots, before the next step."""
@@ -177,7 +181,7 @@ class Runner:
             list(tqdm(compiled, "Compiling", len(keys), disable=not progress))
         if self._platform != "cpu":
             self._run_all()
-        self._is_warm = True
+        self.is_warm = True
 
     def all_programs(self) -> list[Key]:
         """The large ones first, so that no thread is left with one at the end."""
@@ -186,7 +190,7 @@ class Runner:
         sizes = sorted({_write_size(n, most) for n in range(1, most + 1)})
         rows = sorted({shape.num_choices for shape in shapes})
         kinds: list[Callable[[int], Key]] = [Choose]
-        if not self._branches:
+        if not self.branches:
             kinds = [
                 *(partial(Choose, variant=variant) for variant in reversed(VARIANTS)),
                 AddLogprobs,
@@ -198,7 +202,7 @@ class Runner:
 
     def temporary_bytes(self) -> int:
         """What the largest program that was compiled needs besides weights, pages and slots."""
-        known = [p.memory_analysis() for p in self._programs.values() if hasattr(p, "memory_analysis")]
+        known = [p.memory_analysis() for p in self.compiled.values() if hasattr(p, "memory_analysis")]
         return max(
             (m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in known if m),
             default=0,
@@ -207,9 +211,9 @@ class Runner:
     # ---- programs
 
     def _program(self, key: Key) -> Program:
-        if key in self._programs:
-            return self._programs[key]
-        if self._is_warm and self.config.enable_jit:
+        if key in self.compiled:
+            return self.compiled[key]
+        if self.is_warm and self.config.enable_jit:
             self.num_late_compiles += 1
             if self.config.recompile == "error":
                 raise CompiledLate(f"{key} was not compiled at the start, and --recompile=error")
@@ -219,7 +223,7 @@ class Runner:
             program = self._compile(key) if self.config.enable_jit else self._op_by_op(key)
         finally:
             self.is_compiling = False
-        self._programs[key] = program
+        self.compiled[key] = program
         return program
 
     def _compile(self, key: Key) -> Any:
@@ -276,7 +280,7 @@ class Runner:
 
     def _run_all(self) -> None:
         """Loads every program onto the devices and proves that its memory is there; padding alone runs."""
-        wants = [Features(0)] if self._branches else [*VARIANTS, Features.ADJUSTED | Features.LOGPROBS]
+        wants = [Features(0)] if self.branches else [*VARIANTS, Features.ADJUSTED | Features.LOGPROBS]
         chosen_for: set[int] = set()  # numbers of rows, which shapes share
         for shape in self.paddings.all_shapes():
             packed = np.zeros(shape.packed_size, np.int32)

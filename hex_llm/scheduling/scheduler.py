@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from hex_llm.config import EngineConfig
 from hex_llm.errors import QueueFull
 from hex_llm.scheduling.blocks import BlockPool
-from hex_llm.scheduling.sequence import NO_SLOT, Sequence
+from hex_llm.scheduling.sequence import NO_SLOT, Sequence, State
 from hex_llm.types import Chunk, FinishReason, StepPlan
 
 Rows = list[tuple[Sequence, Chunk]]
@@ -106,9 +106,11 @@ class Scheduler:
         """Ends it, wherever it stands; what it holds is released when no step touches it any more."""
         assert sequence.finish_reason is None, "it has ended before"
         sequence.finish_reason = reason
-        if sequence.slot == NO_SLOT:
+        if sequence.state is State.WAITING:
+            sequence.move_to(State.ENDED)
             self.num_waiting -= 1
             return
+        sequence.move_to(State.ENDING)
         self.running.remove(sequence)
         self._leaving.append(sequence)
         self._release_leaving()
@@ -153,22 +155,24 @@ class Scheduler:
         self._release_leaving()
         return StepPlan(decodes, prefills), left
 
-    def collect(self, plan: StepPlan, sequences: ListLike[Sequence], token_ids: ListLike[int]) -> list[int]:
-        """The oldest step in flight was read: what each of its rows chose; negative: nothing could be chosen.
+    def collect(
+        self, plan: StepPlan, sequences: ListLike[Sequence], token_ids: ListLike[ListLike[int]]
+    ) -> list[tuple[int, list[int]]]:
+        """The oldest step in flight was read: what each of its rows chose; empty: nothing could be chosen.
 
-        Returns the rows that brought a token or an end: not those whose sequence had ended before.
+        Returns the rows that brought tokens or an end, with these: not those whose sequence had ended before.
         """
         self._in_flight -= 1
         touched, publishes = [], self.limits.prefix_unit is not None
         rows = zip(plan.chunks, sequences, token_ids, strict=True)
-        for row, (chunk, sequence, token_id) in enumerate(rows):
+        for row, (chunk, sequence, chosen) in enumerate(rows):
             sequence.num_in_flight -= 1
             sequence.num_written = chunk.end
             reason = None
             if chunk.samples and sequence.finish_reason is None:
-                touched.append(row)
-                reason = FinishReason.ERROR if token_id < 0 else sequence.read(token_id)
-            if publishes and (token_id >= 0 or not chunk.samples):
+                taken, reason = sequence.read(chosen) if chosen else ([], FinishReason.ERROR)
+                touched.append((row, taken))
+            if publishes and (chosen or not chunk.samples):
                 self._publish(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
@@ -189,9 +193,11 @@ class Scheduler:
         )
         waiting = [s for _, _, s in self._waiting if s.finish_reason is None]
         assert len(waiting) == self.num_waiting
-        assert all(s.slot == NO_SLOT and not s.blocks and not s.num_in_flight for s in waiting)
-        assert all(s.finish_reason is None for s in self.running)
-        assert all(s.finish_reason is not None and s.num_in_flight for s in self._leaving)
+        assert all(s.state is State.WAITING and not s.num_in_flight for s in waiting)
+        assert all(s.slot == NO_SLOT and not s.blocks for s in waiting)
+        assert all(s.state not in (State.WAITING, State.ENDING, State.ENDED) for s in self.running)
+        assert all((s.finish_reason is not None) == (s.state is State.ENDING) for s in holders)
+        assert all(s.state is State.ENDING and s.num_in_flight for s in self._leaving)
         assert self.running == sorted(self.running, key=lambda s: s.order)
         for s in self.running:
             assert s.num_computed <= min(s.length, len(s.blocks) * self.pool.block_size)
@@ -227,7 +233,7 @@ class Scheduler:
 
     def _lacks_block(self, sequence: Sequence) -> bool:
         reached = len(sequence.blocks) * self.pool.block_size
-        return sequence.slot != NO_SLOT and sequence.num_computed >= reached
+        return sequence.state is not State.WAITING and sequence.num_computed >= reached
 
     def _last_from(self, sequence: Sequence) -> Sequence:
         """Who is preempted for `sequence`: the last in order, at worst itself, never one that came before."""
@@ -239,7 +245,13 @@ class Scheduler:
         rows: Rows = []
         most = self.limits.max_prefill_seqs
         for sequence in self.running:
-            if sequence.num_left > 1 and not sequence.is_held and budget > 0 and len(rows) < most:
+            if (
+                sequence.state is State.PREFILLING
+                and sequence.num_left > 1
+                and not sequence.is_held
+                and budget > 0
+                and len(rows) < most
+            ):
                 budget -= self._prefill(sequence, budget, rows)
         passed: list[tuple[float, int, Sequence]] = []
         while budget > 0 and len(rows) < most and len(passed) < MAX_PASSED:
@@ -284,6 +296,7 @@ class Scheduler:
             return False
         heapq.heappop(self._waiting)
         self.num_waiting -= 1
+        sequence.move_to(State.PREFILLING)
         sequence.slot, sequence.slot_is_written = self._free_slots.pop(), False
         sequence.blocks = shared + self.pool.take(needed)
         sequence.num_computed = num_cached
@@ -345,6 +358,7 @@ class Scheduler:
 
     def _put_back(self, sequence: Sequence) -> None:
         assert sequence.num_in_flight == 0, "a step in flight touches its blocks"
+        sequence.move_to(State.WAITING)
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0
@@ -358,6 +372,7 @@ class Scheduler:
 
     def _release_leaving(self) -> None:
         for sequence in [s for s in self._leaving if s.num_in_flight == 0]:
+            sequence.move_to(State.ENDED)
             self._leaving.remove(sequence)
             self._release(sequence)
 

@@ -6,13 +6,35 @@ knows: `num_unread` of its tokens exist on the device only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.scheduling.blocks import next_key
 from hex_llm.types import Chunk, FinishReason
 
 NO_SLOT = 0  # padded rows of a step use it
+
+
+class State(Enum):
+    WAITING = auto()  # it holds nothing
+    PREFILLING = auto()  # it holds a slot and blocks; not all of its tokens were sent off
+    IN_TRANSFER = auto()  # what its blocks hold is on its way to another runner: no step takes it in
+    DECODING = auto()  # all of its tokens were sent off
+    ENDING = auto()  # it has ended, but a step in flight still touches what it holds
+    ENDED = auto()
+
+
+MOVES = {
+    State.WAITING: {State.PREFILLING, State.ENDED},
+    State.PREFILLING: {State.DECODING, State.IN_TRANSFER, State.WAITING, State.ENDING},
+    State.IN_TRANSFER: {State.DECODING, State.WAITING, State.ENDING},
+    State.DECODING: {State.IN_TRANSFER, State.WAITING, State.ENDING},
+    State.ENDING: {State.ENDED},
+    State.ENDED: set[State](),
+}
 
 
 @dataclass(eq=False)
@@ -26,9 +48,11 @@ class Sequence:
     priority: int = 0
     recompute_len: int | None = None  # growing past it, it is computed anew (ModelSpec.recompute_len)
     cache_key: bytes | None = None  # where its chain of block keys begins; None: shares no blocks
+    extra_keys: Mapping[int, str] = field(default_factory=dict)  # Request.extra_keys
     cache_len: int | None = None  # longer than this, what its blocks hold depends on its length
     waits_for_tokens: bool = False  # its next step needs the host to know the last token
 
+    state: State = State.WAITING
     token_ids: list[int] = field(default_factory=list)  # the prompt, then what was generated and read
     num_unread: int = 0  # further tokens, chosen by steps that were sent off and not read yet
     num_in_flight: int = 0  # steps that it takes part in and that were not read yet
@@ -66,10 +90,6 @@ class Sequence:
         return self.length - self.num_computed
 
     @property
-    def output_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_ids) :]
-
-    @property
     def must_restart(self) -> bool:
         """It has grown past the length that its keys were made for."""
         return self.recompute_len is not None and self.rope_length <= self.recompute_len < self.length
@@ -84,7 +104,12 @@ class Sequence:
     def can_decode(self) -> bool:
         """Its last token alone is left, wherever that is known, and another one may follow."""
         ready = self.num_left == 1 and self.length < self.max_len and not self.must_restart
-        return ready and not self.is_held and not (self.waits_for_tokens and self.num_unread)
+        held = self.is_held or self.state is State.IN_TRANSFER
+        return ready and not held and not (self.waits_for_tokens and self.num_unread)
+
+    def move_to(self, state: State) -> None:
+        assert state in MOVES[self.state], f"from {self.state.name} to {state.name}"
+        self.state = state
 
     def take_in(self, num_tokens: int) -> Chunk:
         """The next so many tokens go into a step that is sent off now."""
@@ -94,15 +119,30 @@ class Sequence:
         self.num_computed = end
         self.num_in_flight += 1
         self.num_unread += samples
+        if samples and self.state is State.PREFILLING:
+            self.move_to(State.DECODING)
         return chunk
 
-    def read(self, token_id: int) -> FinishReason | None:
-        """Takes in the token that the oldest unread step chose; why it is the last one, if it is."""
+    def read(self, token_ids: ListLike[int]) -> tuple[list[int], FinishReason | None]:
+        """Takes in what the oldest unread step chose: the tokens up to its end, and why it ends, if it does.
+
+        Where there are several, that step has left the KV of all but the last in the cache.
+        """
+        assert len(token_ids) == 1 or self.num_unread == 1, "a later step was sent off for its second token"
         self.num_unread -= 1
-        self.token_ids.append(token_id)
-        if token_id in self.stop_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None
+        reason, taken = None, list[int]()
+        for token_id in token_ids:
+            taken.append(token_id)
+            if token_id in self.stop_ids:
+                reason = FinishReason.STOP
+            elif len(self.token_ids) + len(taken) >= self.max_len:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        self.token_ids += taken
+        self.num_computed += len(taken) - 1
+        self.num_written += len(taken) - 1
+        return taken, reason
 
     def keys(self, num_blocks: int, block_size: int) -> list[bytes]:
         """Of its first blocks, whose tokens must all be known."""
@@ -110,5 +150,11 @@ class Sequence:
         while len(self.block_keys) < num_blocks:
             start = len(self.block_keys) * block_size
             parent = self.block_keys[-1] if self.block_keys else self.cache_key
-            self.block_keys.append(next_key(parent, self.token_ids[start : start + block_size]))
+            token_ids = self.token_ids[start : start + block_size]
+            extra = [
+                f"{at - start} {key}"
+                for at, key in self.extra_keys.items()
+                if start <= at < start + block_size
+            ]
+            self.block_keys.append(next_key(parent, token_ids, extra))
         return self.block_keys[:num_blocks]

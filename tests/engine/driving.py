@@ -23,9 +23,17 @@ def make_config(folder: Path, **flags: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), skip_tokenizer_init=True, **{**small, **flags})
 
 
-def make_engine(folder: Path, **flags: Any) -> Engine:
+def make_engine(folder: Path, grammars: Any = None, **flags: Any) -> Engine:
     config = make_config(folder, **flags)
-    return build_engine(config, open_files(config), None)
+    engine = build_engine(config, open_files(config), None)
+    return engine if grammars is None else fresh_engine(engine, grammars)
+
+
+def fresh_engine(engine: Engine, grammars: Any = None, config: EngineConfig | None = None) -> Engine:
+    """Another one with the same weights, pages and programs."""
+    stepper = engine.stepper
+    num_blocks = stepper.scheduler.pool.num_blocks
+    return Engine(config or engine.config, engine.spec, stepper.runner, num_blocks, grammars)
 
 
 def request(name: str, prompt_ids: list[int], params: SamplingParams = GREEDY, **more: Any) -> Request:

@@ -14,7 +14,7 @@ from hex_llm.engine.engine import Engine
 from hex_llm.engine.loading import build_engine, open_files
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import Request
-from tests.engine.driving import drive, make_config, tokens
+from tests.engine.driving import drive, fresh_engine, make_config, tokens
 from tests.tiny import FAMILIES, Tiny, default_model, greedy_tokens
 
 NUM_OUT = 12
@@ -132,12 +132,12 @@ def forced_preemptions(engine: Engine, each: int) -> Any:
     done: dict[str, int] = {}
 
     def between(_: int) -> None:
-        for sequence in list(engine.scheduler.running):
+        for sequence in list(engine.stepper.scheduler.running):
             if done.get(sequence.request_id, 0) < each and generator.random() < 0.3:
-                while engine._in_flight:
-                    engine._read(*engine._in_flight.popleft())
+                while engine.stepper.is_in_flight:
+                    engine.stepper.read_next(engine.book)
                 if sequence.finish_reason is None and sequence.slot:
-                    engine.scheduler.preempt(sequence)
+                    engine.stepper.scheduler.preempt(sequence)
                     done[sequence.request_id] = done.get(sequence.request_id, 0) + 1
 
     return between
@@ -169,4 +169,4 @@ class Engines:
         if key not in self.first:
             self.first[key] = build_engine(config, open_files(config), None)
         first = self.first[key]
-        return Engine(config, first.spec, first.runner, first.scheduler.pool.num_blocks)
+        return fresh_engine(first, config=config)

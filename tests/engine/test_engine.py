@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from hex_llm.engine import engine as engine_module
-from hex_llm.engine.engine import NO_TOKEN, Engine
+from hex_llm.engine import book
+from hex_llm.engine.book import NO_TOKEN
+from hex_llm.engine.engine import Engine
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.execution import programs
 from hex_llm.execution.batch import StepShape
@@ -76,7 +76,7 @@ def test_programs_that_leave_out_what_is_not_wanted_choose_the_same(engine: Engi
         {"typical_p": 0.7, "logit_bias": {5: 3.0}, "logprobs": 0},
     ]
     several = make_engine(folder, **FLAGS)
-    several.runner._branches = False  # as on GPUs
+    several.stepper.runner.branches = False  # as on GPUs
 
     def found(engine: Engine, batch: list[dict[str, Any]]) -> list[list[int]]:
         requests = [
@@ -88,7 +88,7 @@ def test_programs_that_leave_out_what_is_not_wanted_choose_the_same(engine: Engi
 
     for batch in (*([one] for one in params), params):
         assert found(several, batch) == found(engine, batch)
-    used = {key.variant if isinstance(key, Choose) else type(key) for key in several.runner._programs}
+    used = {key.variant if isinstance(key, Choose) else type(key) for key in several.stepper.runner.compiled}
     assert used == {*VARIANTS, Adjust, AddLogprobs, StepShape, Write}
 
 
@@ -248,7 +248,7 @@ def test_an_answer_without_a_finite_score_ends_that_request_only(
     assert bad[-1].param is None, "the request is not at fault"
     for i, prompt in enumerate(others):
         assert tokens(told[f"other{i}", 0]) == greedy_tokens(judge, prompt, 8)
-    assert engine.ledger == {"accepted": 6, "finished": 5, "error": 1}
+    assert engine.book.ledger == {"accepted": 6, "finished": 5, "error": 1}
 
 
 @pytest.mark.parametrize(
@@ -306,15 +306,32 @@ class Grammar:
 def test_a_grammar_that_cannot_be_followed_ends_its_request_and_says_who_is_at_fault(
     folder: Path, judge: Any, error: Exception | None, message: str, param: str | None
 ) -> None:
-    engine = make_engine(folder, **FLAGS)
-    engine._grammars = Grammar(error)  # type: ignore[assignment]
-    engine.limits = replace(engine.limits, reads_text=True)
+    engine = make_engine(folder, Grammar(error), **FLAGS)
     structured = greedy(structured_outputs=StructuredOutputs(json_object=True))
     told = drive(engine, [request("bad", PROMPT, structured), request("good", PROMPT, greedy())])
     end = told["bad", 0][-1]
     assert (len(tokens(told["bad", 0])), end.finish_reason, end.param) == (2, FinishReason.ERROR, param)
     assert message in end.error
     assert tokens(told["good", 0]) == greedy_tokens(judge, PROMPT, 12)
+
+
+def test_one_book_feeds_several_runners(engine: Engine, folder: Path, judge: Any) -> None:
+    steppers = [engine.stepper, make_engine(folder, **FLAGS).stepper]
+    requests, updates = book.RequestBook(engine.spec, engine.limits), list[Update]()
+    prompts = [LLAMA.prompt(i) for i in range(4)]
+    for i, prompt in enumerate(prompts):
+        requests.add(request(str(i), prompt, greedy()), steppers[i % 2].scheduler)
+    before = [stepper.num_steps for stepper in steppers]
+    while requests.has_work or any(stepper.is_in_flight for stepper in steppers):
+        for stepper in steppers:
+            stepper.step(requests)
+        updates += requests.take_updates()
+    for i, prompt in enumerate(prompts):
+        assert tokens([u for u in updates if u.request_id == str(i)]) == greedy_tokens(judge, prompt, 12)
+    assert [stepper.num_steps - n for stepper, n in zip(steppers, before, strict=True)] == [13, 13]
+    requests.check_idle()
+    for stepper in steppers:
+        stepper.scheduler.check_idle()
 
 
 @pytest.mark.parametrize("moment", range(9))
@@ -325,13 +342,13 @@ def test_abort_at_any_moment(engine: Engine, judge: Any, moment: int) -> None:
             engine.abort("gone")
             engine.abort("never was")
 
-    before = dict(engine.ledger)
+    before = dict(engine.book.ledger)
     gone = request("gone", LLAMA.prompt(3), greedy(max_tokens=8, n=2))
     told = drive(engine, [request("stays", PROMPT, greedy()), gone], between)
     assert tokens(told["stays", 0]) == greedy_tokens(judge, PROMPT, 12)
     reasons = {told["gone", i][-1].finish_reason for i in range(2)}
     assert reasons == {FinishReason.ABORT}
-    assert engine.ledger["aborted"] == before.get("aborted", 0) + 1
+    assert engine.book.ledger["aborted"] == before.get("aborted", 0) + 1
 
 
 def test_a_stop_string_found_outside_ends_one_choice(engine: Engine) -> None:
@@ -372,11 +389,11 @@ def test_a_stop_string_found_outside_ends_one_choice(engine: Engine) -> None:
 def test_what_could_harm_is_refused_before_anything_is_allocated(
     engine: Engine, bad: Request, param: str
 ) -> None:
-    before = engine.ledger.copy()
+    before = engine.book.ledger.copy()
     with pytest.raises(InvalidRequest) as refused:
         engine.add(bad)
     assert refused.value.param == param
-    assert engine.ledger == before
+    assert engine.book.ledger == before
 
 
 def test_an_id_in_use_is_refused(engine: Engine) -> None:
@@ -387,7 +404,7 @@ def test_an_id_in_use_is_refused(engine: Engine) -> None:
 
 
 def test_what_fails_while_it_is_accepted_was_not(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, left = engine_module.Sequence, [2]
+    plain, left = book.Sequence, [2]
 
     def fails(*args: Any, **named: Any) -> Any:
         left[0] -= 1
@@ -395,13 +412,13 @@ def test_what_fails_while_it_is_accepted_was_not(engine: Engine, monkeypatch: py
             raise RuntimeError("no memory")
         return plain(*args, **named)
 
-    before = engine.ledger.copy()
+    before = engine.book.ledger.copy()
     with monkeypatch.context() as patched:
-        patched.setattr(engine_module, "Sequence", fails)
+        patched.setattr(book, "Sequence", fails)
         with pytest.raises(RuntimeError):
             engine.add(request("r", PROMPT, greedy(n=4)))  # of which the third fails
     assert not engine.has_work
-    assert engine.ledger == before
+    assert engine.book.ledger == before
     engine.check()
     drive(engine, [request("r", PROMPT)])
 
@@ -413,7 +430,7 @@ def test_the_queue_has_an_end(folder: Path) -> None:
         engine.add(request("b", PROMPT, greedy(n=2)))
     engine.add(request("c", PROMPT))
     drive(engine)
-    assert engine.ledger == {"accepted": 2, "finished": 2}
+    assert engine.book.ledger == {"accepted": 2, "finished": 2}
 
 
 def test_priority(folder: Path) -> None:
@@ -438,15 +455,15 @@ def test_a_late_compilation_is_counted_or_refused(folder: Path, caplog: pytest.L
     warm = make_engine(folder, **few)
     warm.warm_up()
     drive(warm, [request("r", PROMPT, greedy(max_tokens=4, prompt_logprobs=1, logit_bias={1: 1.0}))])
-    assert warm.runner.num_late_compiles == 0
-    forgotten = next(key for key in warm.runner._programs if key == (0, 1, 32, 2))
-    del warm.runner._programs[forgotten]
+    assert warm.stepper.runner.num_late_compiles == 0
+    forgotten = next(key for key in warm.stepper.runner.compiled if key == (0, 1, 32, 2))
+    del warm.stepper.runner.compiled[forgotten]
     drive(warm, [request("r", PROMPT, greedy(max_tokens=4))])
-    assert warm.runner.num_late_compiles == 1
+    assert warm.stepper.runner.num_late_compiles == 1
     assert "after the warm-up" in caplog.text
     strict = make_engine(folder, **few, recompile="error")
-    strict.runner._programs = {k: v for k, v in warm.runner._programs.items() if k != forgotten}
-    strict.runner._is_warm = True
+    strict.stepper.runner.compiled = {k: v for k, v in warm.stepper.runner.compiled.items() if k != forgotten}
+    strict.stepper.runner.is_warm = True
     told = drive(
         strict, [request("r", PROMPT, greedy(max_tokens=4)), request("s", [5] * 40, greedy(max_tokens=4))]
     )
@@ -459,7 +476,7 @@ def test_nothing_else_is_compiled_on_the_way(folder: Path) -> None:
     """Not even small things behind jax's back, once everything has been warmed up."""
     engine = make_engine(folder, max_decode_seqs=2, max_model_len=32, prefill_len_padding=16)
     engine.warm_up()
-    assert set(engine.runner._programs) == set(engine.runner.all_programs())
+    assert set(engine.stepper.runner.compiled) == set(engine.stepper.runner.all_programs())
     compiled: list[str] = []
 
     def listen(event: str, *_: Any, **__: Any) -> None:

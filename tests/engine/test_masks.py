@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hex_llm.engine import engine as engine_module
+from hex_llm.engine import book
 from hex_llm.engine.engine import Engine
 from hex_llm.engine.masks import MaskPool
 from hex_llm.errors import InvalidRequest, QueueFull
@@ -57,10 +57,7 @@ class Slow:
 
 
 def grammatical(folder: Path, grammars: Any, **flags: Any) -> Engine:
-    engine = make_engine(folder, max_decode_seqs=4, max_model_len=64, **flags)
-    engine._grammars = grammars
-    engine.limits = replace(engine.limits, reads_text=True)
-    return engine
+    return make_engine(folder, grammars, max_decode_seqs=4, max_model_len=64, **flags)
 
 
 @pytest.mark.parametrize("overlapped", [True, False])
@@ -84,7 +81,7 @@ def test_an_abort_does_not_wait_for_the_mask(folder: Path) -> None:
     gate = threading.Event()
     engine = grammatical(folder, Slow(gate))
     engine.add(request("structured", LLAMA.prompt(), STRUCTURED))
-    while not engine._held:
+    while not engine.book.num_held:
         engine.step()
     engine.abort("structured")
     assert [u.finish_reason for u in engine.step()] == [FinishReason.ABORT]
@@ -100,7 +97,7 @@ def test_a_grammar_that_waits_too_long_for_its_turn_is_turned_away(
         def submit(self, _: StructuredOutputs) -> Future[Any]:
             return Future()
 
-    monkeypatch.setattr(engine_module, "GRAMMAR_S", 0.2)
+    monkeypatch.setattr(book, "GRAMMAR_S", 0.2)
     engine = grammatical(folder, Waiting())
     [end] = drive(engine, [request("r", LLAMA.prompt(), STRUCTURED)])["r", 0]
     assert (end.finish_reason, end.is_busy, end.param) == (FinishReason.ERROR, True, None)
@@ -136,14 +133,14 @@ def test_who_has_taken_the_least_time_goes_first() -> None:
     pool = MaskPool(num_threads=1)
     first = Slow(gate)
     first.num_masks = 1
-    jobs = [pool.submit(first, 5)]  # keeps the thread
+    jobs = [pool.submit(first, [5])]  # keeps the thread
     time.sleep(0.05)
     gates = threading.Event()
     gates.set()
     for taken in (0.5, 0.1, 0.9, 0.0):
         waiting = Noted(gates)
         waiting.budget = Budget(seconds_taken=taken)
-        jobs.append(pool.submit(waiting, 5))
+        jobs.append(pool.submit(waiting, [5]))
     gate.set()
     for job in jobs:
         job.result(10)

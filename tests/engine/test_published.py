@@ -6,14 +6,16 @@ The judge computes every published block anew, in an engine of its own, from the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hex_llm.engine.engine import Choice, Engine
+from hex_llm.engine.engine import Engine
 from hex_llm.execution.runner import CompiledLate
+from hex_llm.execution.slots import SlotLayout
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.scheduling import sequence
 from hex_llm.types import FinishReason
@@ -34,8 +36,8 @@ class Judge:
         self._made: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         plain = sequence.next_key
 
-        def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-            key = plain(parent, token_ids)
+        def next_key(parent: bytes, token_ids: Sequence[int], extra: Sequence[str]) -> bytes:
+            key = plain(parent, token_ids, extra)
             self._made[key] = (parent, tuple(token_ids))
             return key
 
@@ -48,12 +50,14 @@ class Judge:
 
     def check(self, engine: Engine) -> int:
         """How many published blocks there were, all of them right."""
-        published = dict(engine.scheduler.pool._block_of)
+        published = dict(engine.stepper.scheduler.pool.published)
         for key, block in published.items():
             prompt = self.tokens_of(key)
             drive(self._fresh, [request("judge", [*prompt, 1], SamplingParams(temperature=0, max_tokens=1))])
             last = len(prompt) // FLAGS["block_size"]
-            for mine, theirs in zip(self._fresh.runner.pages, engine.runner.pages, strict=True):
+            for mine, theirs in zip(
+                self._fresh.stepper.runner.pages, engine.stepper.runner.pages, strict=True
+            ):
                 np.testing.assert_allclose(np.asarray(theirs[block]), np.asarray(mine[last]), atol=1e-4)
         return len(published)
 
@@ -88,16 +92,17 @@ def test_a_request_that_fails_before_it_is_sent_publishes_nothing(
     expected = victim(fresh)
     engine = make_engine(folder, **FLAGS, **CACHED, max_prefill_seqs=2)
     drive(engine, [request(f"owner{i}", SECRET, GREEDY) for i in range(2)])
-    plain = Engine._record
+    plain = SlotLayout.record
 
-    def fails(self: Engine, choice: Choice) -> Any:
-        if choice.sequence.request_id == "bad":
+    def fails(self: SlotLayout, params: SamplingParams, *others: Any) -> Any:
+        if params is bad.params:
             raise RuntimeError("its mask cannot be made")
-        return plain(self, choice)
+        return plain(self, params, *others)
 
-    monkeypatch.setattr(Engine, "_record", fails)
+    monkeypatch.setattr(SlotLayout, "record", fails)
+    bad = request("bad", PREFIX, replace(GREEDY))
     neighbours = [] if alone else [request("neighbour", SECRET[::-1], GREEDY)]
-    ended = drive(engine, [request("bad", PREFIX, GREEDY), *neighbours])
+    ended = drive(engine, [bad, *neighbours])
     assert ended["bad", 0][-1].finish_reason is FinishReason.ERROR
     judge.check(engine)
     assert victim(engine) == expected
@@ -113,7 +118,7 @@ def test_a_step_that_is_not_compiled_publishes_nothing(
         raise CompiledLate("too late")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.runner, "dispatch", refuse)
+        patched.setattr(engine.stepper.runner, "dispatch", refuse)
         ended = drive(engine, [request("bad", PREFIX, GREEDY)])
     assert ended["bad", 0][-1].finish_reason is FinishReason.ERROR
     assert judge.check(engine) == 0

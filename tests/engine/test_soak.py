@@ -123,11 +123,11 @@ def soak(folder: Path, tiny: Tiny, flags: dict[str, Any], num_requests: int) -> 
                 ends[key] = update.finish_reason
         engine.check()
     assert len(ends) == sum(num_choices.values()), "exactly one end for each choice"
-    assert engine.ledger["accepted"] == len(num_choices) == num_requests
-    assert engine.ledger["finished"] + engine.ledger["aborted"] == len(num_choices)
-    assert engine.ledger["aborted"] > num_requests * 0.1
-    assert engine.runner.num_late_compiles == 0
-    pool = engine.scheduler.pool
+    assert engine.book.ledger["accepted"] == len(num_choices) == num_requests
+    assert engine.book.ledger["finished"] + engine.book.ledger["aborted"] == len(num_choices)
+    assert engine.book.ledger["aborted"] > num_requests * 0.1
+    assert engine.stepper.runner.num_late_compiles == 0
+    pool = engine.stepper.scheduler.pool
     assert pool.num_free == pool.num_usable, "blocks leaked"
 
 

@@ -35,7 +35,7 @@ def judge(tiny: Tiny, folder: Path) -> tuple[np.ndarray, np.ndarray, list[int]]:
 
 def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Serves one request and listens in: the logits of every token of its prompt, and of every choice."""
-    runner, program = engine.runner, engine.runner._program
+    runner, program = engine.stepper.runner, engine.stepper.runner._program
     choices, hidden = [], []
 
     def listening(key: Any) -> Any:

@@ -23,7 +23,7 @@ def test_groups_of_five_over_twice_as_many_devices(tiny: Tiny, tmp_path: Path) -
     expected = greedy_tokens(tiny.save(tmp_path), tiny.prompt(), 24)
     flags = {"dtype": "float32", "max_model_len": 64, "num_blocks": 16, "skip_tokenizer_init": True}
     llm = LLM(model=tmp_path, tensor_parallel_size=4, **flags)
-    layer: LayerWeights = llm.engine.runner.weights.layers[0]
+    layer: LayerWeights = llm.engine.stepper.runner.weights.layers[0]
     assert layer.qkv.shape[:2] == (4, 3 + 2), "three queries with each copy of a KV head"
     assert not layer.qkv[1::2, 2].any()
     assert not layer.out[:, 1::2, 2].any()

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hex_llm.config import EngineConfig
 from hex_llm.errors import QueueFull
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.scheduling.blocks import BlockPool, root_key
+from hex_llm.scheduling.blocks import BlockPool, next_key, root_key
 from hex_llm.scheduling.scheduler import MAX_PREEMPTIONS, Scheduler, StepLimits
-from hex_llm.scheduling.sequence import Sequence
+from hex_llm.scheduling.sequence import Sequence, State
 from hex_llm.types import FinishReason, StepPlan
 
 STOP = 9
@@ -24,6 +24,10 @@ def sequence(name: str, num_prompt: int, max_tokens: int, **more: object) -> Seq
     ids = [i % 7 for i in range(num_prompt)]
     values = {"cache_key": root_key(""), **more}
     return Sequence(name, ids, SamplingParams(), frozenset({STOP}), num_prompt + max_tokens, **values)  # type: ignore[arg-type]
+
+
+def num_generated(sequence: Sequence) -> int:
+    return len(sequence.token_ids) - len(sequence.prompt_ids)
 
 
 def limits(**changes: object) -> StepLimits:
@@ -42,7 +46,7 @@ def run(scheduler: Scheduler, depth: int = 0) -> list[StepPlan]:
             break
         if in_flight and (len(in_flight) > depth or not rows):
             plan, rows = in_flight.popleft()
-            scheduler.collect(plan, rows, [1] * len(rows))
+            scheduler.collect(plan, rows, [[1]] * len(rows))
         scheduler.check()
     assert scheduler.is_idle
     return plans
@@ -162,26 +166,35 @@ class Traffic(RuleBasedStateMachine):
             assert chunk.num_tokens == 1
 
     @precondition(lambda self: self.in_flight)
-    @rule(tokens=st.lists(st.sampled_from([1, 2, 3, STOP, -1]), min_size=8, max_size=8))
-    def read(self, tokens: list[int]) -> None:
+    @rule(
+        tokens=st.lists(st.sampled_from([1, 2, 3, STOP, -1]), min_size=8, max_size=8),
+        more=st.lists(st.sampled_from([0, 0, 1, 3]), min_size=8, max_size=8),
+    )
+    def read(self, tokens: list[int], more: list[int]) -> None:
         plan, rows = self.in_flight.popleft()
         ended_before = {s for s in rows if s.finish_reason is not None}
-        chosen = (tokens * len(rows))[: len(rows)]
         size = self.scheduler.pool.block_size
-        for chunk, s in zip(plan.chunks, rows, strict=True):
-            for place in range(chunk.position, chunk.end):
-                self.content[s.blocks[place // size], place % size] = tuple(s.token_ids[: place + 1])
+        chosen = [[] if token == -1 else [token] for token in (tokens * len(rows))[: len(rows)]]
+        for chunk, s, choice, num_more in zip(plan.chunks, rows, chosen, more * len(rows), strict=False):
+            if choice and s.num_unread == 1 and chunk.samples:  # as many as its blocks have room for
+                choice += [1] * min(num_more, len(s.blocks) * size - chunk.end)
+            all_ids = s.token_ids + choice[:-1]
+            for place in range(chunk.position, chunk.end + max(0, len(choice) - 1)):
+                self.content[s.blocks[place // size], place % size] = tuple(all_ids[: place + 1])
         touched = self.scheduler.collect(plan, rows, chosen)
         for s in rows:
             for i, key in enumerate(s.block_keys, 1):
                 self.tokens_of[key] = tuple(s.token_ids[: i * size])
-        for row in touched:
+        for row, taken in touched:
             assert plan.chunks[row].samples
             assert rows[row] not in ended_before
-            if chosen[row] == -1:
+            assert taken == chosen[row][: len(taken)]
+            if not chosen[row]:
                 assert rows[row].finish_reason is FinishReason.ERROR
-            elif chosen[row] == STOP:
-                assert rows[row].finish_reason is FinishReason.STOP
+            elif chosen[row][0] == STOP:
+                assert (taken, rows[row].finish_reason) == ([STOP], FinishReason.STOP)
+            elif len(taken) < len(chosen[row]):
+                assert rows[row].finish_reason is FinishReason.LENGTH
         self.alive = [s for s in self.alive if s.finish_reason is None]
 
     @precondition(lambda self: self.alive)
@@ -195,23 +208,19 @@ class Traffic(RuleBasedStateMachine):
         running = self.scheduler.running
         self.scheduler.preempt(running[which % len(running)])
 
-    @rule()
-    def forget(self) -> None:
-        self.scheduler.pool.forget()
-
     @invariant()
     def check(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
-        for key, block in self.scheduler.pool._block_of.items():  # what can be found was computed
+        for key, block in self.scheduler.pool.published.items():  # what can be found was computed
             tokens = self.tokens_of[key]
             for offset, end in enumerate(range(len(tokens) - self.scheduler.pool.block_size, len(tokens)), 0):
                 assert self.content.get((block, offset)) == tokens[: end + 1]
         for plan, rows in self.in_flight:  # nothing that a step touches is free
             for chunk, s in zip(plan.chunks, rows, strict=True):
                 assert s.slot == chunk.slot, "its slot was given up under a step in flight"
-                assert not set(s.blocks) & set(self.scheduler.pool._free)
+                assert all(self.scheduler.pool.num_holders[block] for block in s.blocks)
 
     def teardown(self) -> None:
         """Whatever has come to be comes to an end."""
@@ -225,7 +234,7 @@ class Traffic(RuleBasedStateMachine):
                 break
             if self.in_flight:
                 plan, rows = self.in_flight.popleft()
-                self.scheduler.collect(plan, rows, [1] * len(rows))
+                self.scheduler.collect(plan, rows, [[1]] * len(rows))
         self.scheduler.check()
         assert self.scheduler.is_idle, "some never end"
 
@@ -258,7 +267,7 @@ def test_blocks_can_be_found_when_the_step_that_filled_them_was_read() -> None:
     scheduler, _ = prefix_users(1)
     plan, rows = scheduler.schedule()
     assert scheduler.pool.num_cached == 0
-    scheduler.collect(plan, rows, [1])
+    scheduler.collect(plan, rows, [[1]])
     assert scheduler.pool.num_cached == 5
     run(scheduler)
 
@@ -292,7 +301,7 @@ def test_who_waits_ages() -> None:
         now = float(second)
         scheduler.add(sequence(f"at {second}", 4, 1, priority=-(2**31 - 1)))
         plan, rows = scheduler.schedule()
-        scheduler.collect(plan, rows, [1] * len(rows))
+        scheduler.collect(plan, rows, [[1]] * len(rows))
         if patient.finish_reason is not None:
             break
     assert 300 < now < 320
@@ -308,7 +317,7 @@ def test_first_come_first_served_but_for_priority() -> None:
         if not rows:
             break
         order += [s.request_id for s in rows]
-        scheduler.collect(plan, rows, [1])
+        scheduler.collect(plan, rows, [[1]])
     assert order == ["2", "0", "1", "4", "3"]
 
 
@@ -352,7 +361,7 @@ def test_everybody_progresses_when_blocks_run_out(depth: int) -> None:
     run(scheduler, depth)
     assert scheduler.num_preemptions > 0
     assert max(s.num_preempted for s in all_of_them) <= MAX_PREEMPTIONS
-    assert [len(s.output_ids) for s in all_of_them] == [26] * 6
+    assert [num_generated(s) for s in all_of_them] == [26] * 6
 
 
 def test_the_oldest_is_never_preempted() -> None:
@@ -387,6 +396,70 @@ def test_salts_and_requests_that_must_not_share() -> None:
     assert cached == [0, 0, 0, 16, 0, 16]
 
 
+def test_what_changes_kv_from_a_position_on_is_shared_before_it_alone() -> None:
+    scheduler = Scheduler(BlockPool(100, 4), limits(prefix_unit=4))
+    cached = []
+    for extra in ({}, {0: "adapter"}, {9: "cat"}, {9: "dog"}, {10: "cat"}, {9: "cat"}, {0: "adapter"}, {}):
+        s = sequence("x", 20, 1, extra_keys=extra)
+        scheduler.add(s)
+        run(scheduler)
+        cached.append(s.num_cached)
+    assert cached == [0, 0, 8, 8, 8, 16, 16, 16]
+
+
+def test_parts_of_a_key_do_not_run_into_each_other() -> None:
+    assert root_key("ab", "c") != root_key("a", "bc")
+    assert next_key(b"", [1], ["ab"]) != next_key(b"", [1], ["a", "b"])
+
+
+def test_a_row_may_bring_several_tokens_and_those_after_its_end_are_dropped() -> None:
+    scheduler = Scheduler(BlockPool(100, 8), limits())
+    stops, fills = sequence("stops", 3, 20), sequence("fills", 3, 4)
+    for s in (stops, fills):
+        scheduler.add(s)
+    plan, rows = scheduler.schedule()
+    assert scheduler.collect(plan, rows, [[1, 2], [1]]) == [(0, [1, 2]), (1, [1])]
+    assert (stops.num_computed, fills.num_computed) == (4, 3)
+    plan, rows = scheduler.schedule()
+    assert [chunk.position for chunk in plan.decodes] == [4, 3], "the next token is the last that came"
+    brought = scheduler.collect(plan, rows, [[3, STOP, 4], [1, 2, 3, 4]])
+    assert brought == [(0, [3, STOP]), (1, [1, 2, 3])]
+    assert (stops.finish_reason, fills.finish_reason) == (FinishReason.STOP, FinishReason.LENGTH)
+    scheduler.check()
+    assert scheduler.is_idle
+
+
+def test_a_sequence_moves_from_state_to_state() -> None:
+    scheduler = Scheduler(BlockPool(100, 4), limits(chunked=True, max_tokens=8))
+    s = sequence("x", 12, 5)
+    scheduler.add(s)
+    states, in_flight = [s.state], deque[tuple[StepPlan, list[Sequence]]]()
+    for _ in range(2):
+        in_flight.append(scheduler.schedule())
+        states.append(s.state)
+    scheduler.finish(s, FinishReason.ABORT)
+    states.append(s.state)
+    while in_flight:
+        scheduler.collect(*in_flight.popleft(), [[1]])
+    states.append(s.state)
+    assert states == [State.WAITING, State.PREFILLING, State.DECODING, State.ENDING, State.ENDED]
+    for state in (State.WAITING, State.IN_TRANSFER, State.DECODING):
+        with pytest.raises(AssertionError, match="from ENDED"):
+            s.move_to(state)
+
+
+def test_no_step_takes_in_a_sequence_in_transfer() -> None:
+    scheduler = Scheduler(BlockPool(100, 4), limits())
+    s = sequence("x", 12, 5)
+    scheduler.add(s)
+    scheduler.collect(*scheduler.schedule(), [[1]])
+    s.move_to(State.IN_TRANSFER)
+    assert scheduler.schedule()[1] == []
+    scheduler.check()
+    s.move_to(State.DECODING)
+    assert scheduler.schedule()[1] == [s]
+
+
 def test_the_longest_unused_prefix_is_given_up_first() -> None:
     scheduler = Scheduler(BlockPool(11, 4), limits(prefix_unit=4))
 
@@ -417,7 +490,7 @@ def test_who_was_preempted_often_keeps_what_it_gets() -> None:
         scheduler.add(s)
     plan, rows = scheduler.schedule()
     assert len(often.blocks) == 7, "blocks for its longest life at once"
-    scheduler.collect(plan, rows, [1, 1])
+    scheduler.collect(plan, rows, [[1], [1]])
     run(scheduler)
     assert (often.num_preempted, older.num_preempted) == (MAX_PREEMPTIONS, 1)
-    assert (len(older.output_ids), len(often.output_ids)) == (30, 20)
+    assert (num_generated(older), num_generated(often)) == (30, 20)
