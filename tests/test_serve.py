@@ -147,6 +147,13 @@ def status_of(address: str) -> int:
     return httpx.get(f"{address}/health", timeout=60).status_code
 
 
+def await_first_tokens(address: str, num_requests: int, client: Any = httpx) -> None:
+    """Until so many requests have had one."""
+    counted = rf"vllm:time_to_first_token_seconds_count\S* {num_requests}\.0"
+    while not re.search(counted, client.get(f"{address}/metrics", timeout=60).raise_for_status().text):
+        time.sleep(0.05)
+
+
 def test_the_default_model_is_served_and_shut_down() -> None:
     process = start("--port=0", "--max_model_len=256", "--num_blocks=32", "--api-key=sesame")
     with serving(process) as (address, lines):
@@ -165,7 +172,7 @@ def test_the_default_model_is_served_and_shut_down() -> None:
         with ThreadPoolExecutor() as pool:
             body = {"prompt": "Once upon a time", "max_tokens": 32, "ignore_eos": True, "temperature": 0}
             late = pool.submit(client.post, "/v1/completions", json=body)
-            time.sleep(1)  # it has come in by then, and is answered all the same
+            await_first_tokens(address, 2, client)  # it has come in by then, and is answered all the same
             process.send_signal(signal.SIGTERM)
             assert late.result().json()["usage"]["completion_tokens"] == 32
         assert process.wait(60) == 0
@@ -207,7 +214,7 @@ def test_a_server_that_drains_turns_new_requests_away() -> None:
         with ThreadPoolExecutor() as pool:
             body = {"prompt": [5], "max_tokens": 60, "ignore_eos": True}
             asked = pool.submit(post, address, body)
-            time.sleep(0.5)
+            await_first_tokens(address, 1)
             process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
             for reply in (post(address, body), httpx.get(f"{address}/health")):
@@ -241,13 +248,13 @@ def test_a_stream_that_is_not_waited_for_ends_with_an_error() -> None:
 
 
 def test_an_engine_that_hangs_is_unhealthy() -> None:
-    process = start_fake("FakeEngine()", health_timeout=1, step_timeout=0)
+    process = start_fake("FakeEngine()", health_timeout=3, step_timeout=0)
     with serving(process) as (address, _):
         await_ready(process, address)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{address}/v1/completions", json={"prompt": [HANGS]}, timeout=0.5)
         assert status_of(address) == 200
-        time.sleep(1)
+        time.sleep(3)
         assert status_of(address) == 503
 
 
@@ -318,7 +325,7 @@ def test_running_requests_are_finished_when_all_processes_get_the_signal(sign: s
         with ThreadPoolExecutor() as pool:
             body = {"prompt": [5], "max_tokens": 100, "ignore_eos": True}
             asked = [pool.submit(post, address, body) for _ in range(5)]
-            time.sleep(1)
+            await_first_tokens(address, 5)
             for child in children:
                 child.send_signal(sign)
             process.send_signal(sign)
@@ -341,7 +348,7 @@ def test_the_engines_death_is_told_to_everyone(fault: str) -> None:
         with ThreadPoolExecutor() as pool:
             body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True}
             asked = [pool.submit(post, address, body) for _ in range(5)]
-            time.sleep(0.5)
+            await_first_tokens(address, 5)
             started = time.monotonic()
             if fault == "killed":
                 worker.kill()
