@@ -8,12 +8,12 @@ qkv is [K, G+2, H, D] (a KV head with its queries), gate_up is [F, 2, D].
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from hex_llm.kernels.cpu import Panels, to_panels
+from hex_llm.models.linear import Dense, Matrix
 from hex_llm.models.spec import Layer, ModelSpec
 
 Leaf = Any  # a Param in the abstract tree, a jax.Array in the loaded one
@@ -46,8 +46,10 @@ class Param:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FeedForward:
-    gate_up: Leaf  # [F, 2, D], or [E, 2, F, D] of experts
-    down: Leaf  # [D, F], or [E, D, F]
+    """Of routed experts, `gate_up` and `down` are no Matrix but what kernels/experts.py takes."""
+
+    gate_up: Any  # Matrix [F, 2, D], or [E, 2, F, D]
+    down: Any  # Matrix [D, F], or [E, D, F]
     gate_up_bias: Leaf | None = None
     down_bias: Leaf | None = None
     router: Leaf = None  # [E, D]
@@ -58,9 +60,9 @@ class FeedForward:
 @dataclass(frozen=True)
 class LayerWeights:
     attn_norm: Leaf  # [D]
-    qkv: Leaf  # [K, G+2, H, D]
+    qkv: Matrix  # [K, G+2, H, D]
     qkv_bias: Leaf | None  # [K, G+2, H]
-    out: Leaf  # [D, K, G, H]
+    out: Matrix  # [D, K, G, H]
     out_bias: Leaf | None
     attn_post_norm: Leaf | None
     ffn_norm: Leaf
@@ -71,48 +73,18 @@ class LayerWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weights:
-    embed: Leaf  # [V, D]
+    embed: Matrix  # [V, D]
     layers: list[LayerWeights]
     norm: Leaf
-    head: Leaf | None  # None: tied to embed
-
-
-def in_panels(weights: Weights, width: int) -> Weights:
-    """Loaded weights with their matrices laid out for the CPU's kernel, each expert's on their own.
-
-    The layers of the given weights are replaced one by one, so that they are in memory twice only one by one.
-    """
-    for i, layer in enumerate(weights.layers):
-        weights.layers[i] = replace(
-            layer,
-            qkv=to_panels(layer.qkv, 3, width),
-            out=to_panels(layer.out, 1, width),
-            ffn=_ffn_in_panels(layer.ffn, width),
-        )
-    head = None if weights.head is None else to_panels(weights.head, 1, width)
-    return replace(weights, embed=to_panels(weights.embed, 1, width), head=head)
-
-
-def _ffn_in_panels(ffn: FeedForward, width: int) -> FeedForward:
-    def gates(weight: Leaf) -> Panels:
-        return to_panels(weight, 2, width, turned=True)  # so that gates, and ups, lie side by side
-
-    if ffn.router is None:
-        return replace(ffn, gate_up=gates(ffn.gate_up), down=to_panels(ffn.down, 1, width))
-    return replace(
-        ffn,
-        gate_up=tuple(gates(weight.swapaxes(0, 1)) for weight in ffn.gate_up),
-        down=tuple(to_panels(weight, 1, width) for weight in ffn.down),
-        shared=None if ffn.shared is None else _ffn_in_panels(ffn.shared, width),
-    )
+    head: Matrix | None  # None: tied to embed
 
 
 def abstract_weights(spec: ModelSpec) -> Weights:
     names, width = spec.names, spec.hidden_size
     table = (spec.vocab_size, width)
-    head = None if spec.tied else _whole(names.head, table, ("vocab", None))
+    head = None if spec.tied else Dense(_whole(names.head, table, ("vocab", None)))
     return Weights(
-        embed=_whole(names.prefix + "embed_tokens.weight", table, ("vocab", None)),
+        embed=Dense(_whole(names.prefix + "embed_tokens.weight", table, ("vocab", None))),
         layers=[_layer(spec, layer, f"{names.prefix}layers.{i}.") for i, layer in enumerate(spec.layers)],
         norm=_norm(names.prefix + "norm", width),
         head=head,
@@ -140,9 +112,9 @@ def _layer(spec: ModelSpec, layer: Layer, prefix: str) -> LayerWeights:
 
     return LayerWeights(
         attn_norm=_norm(prefix + norms.attn, width),
-        qkv=_qkv(spec, prefix + "self_attn.", "weight", (width,)),
+        qkv=Dense(_qkv(spec, prefix + "self_attn.", "weight", (width,)), num_outputs=3),
         qkv_bias=_qkv(spec, prefix + "self_attn.", "bias", ()) if spec.qkv_bias else None,
-        out=_out(spec, prefix + "self_attn.o_proj.weight"),
+        out=Dense(_out(spec, prefix + "self_attn.o_proj.weight")),
         out_bias=_whole(prefix + "self_attn.o_proj.bias", (width,), (None,)) if spec.out_bias else None,
         attn_post_norm=optional_norm(norms.attn_post),
         ffn_norm=_norm(prefix + norms.ffn, width),
@@ -259,8 +231,8 @@ def _stacked_gate_up(prefix: str, num: int, size: int, width: int) -> tuple[Piec
 def _dense(spec: ModelSpec, prefix: str, size: int) -> FeedForward:
     width, bias = spec.hidden_size, spec.ffn_bias
     return FeedForward(
-        gate_up=_gate_up(spec, prefix, "weight", size, (width,)),
-        down=_whole(prefix + "down_proj.weight", (width, size), (None, "ffn")),
+        gate_up=Dense(_gate_up(spec, prefix, "weight", size, (width,)), num_outputs=2),
+        down=Dense(_whole(prefix + "down_proj.weight", (width, size), (None, "ffn"))),
         gate_up_bias=_gate_up(spec, prefix, "bias", size, ()) if bias else None,
         down_bias=_whole(prefix + "down_proj.bias", (width,), (None,)) if bias else None,
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.models.linear import FEW_ROWS, linear, linear_columns
+from hex_llm.models.linear import FEW_ROWS, Dense, linear
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, FEW_ROWS[-1], FEW_ROWS[-1] + 1])
@@ -15,21 +15,24 @@ from hex_llm.models.linear import FEW_ROWS, linear, linear_columns
 def test_products_equal_float64(rows: int, equal_rows: bool) -> None:
     """Equal rows come as a broadcast: XLA's CPU backend has summed a broadcast of a broadcast wrongly."""
     rng = np.random.default_rng(0)
-    weight = rng.standard_normal((96, 2, 64), dtype=np.float32)
+    weight = Dense(jnp.asarray(rng.standard_normal((96, 2, 64), dtype=np.float32)), num_outputs=2)
     bias = rng.standard_normal((96, 2), dtype=np.float32)
     x = rng.standard_normal((1 if equal_rows else rows, 64), dtype=np.float32)
     spread = lambda x: jax.lax.optimization_barrier(jnp.broadcast_to(x, (rows, 64)))  # noqa: E731
-    expected = np.einsum("td,fcd->tfc", np.broadcast_to(x, (rows, 64)).astype(np.float64), weight) + bias
+    expected = (
+        np.einsum("td,fcd->tfc", np.broadcast_to(x, (rows, 64)).astype(np.float64), weight.array) + bias
+    )
     out = jax.jit(lambda x: linear(spread(x), weight, bias))(x)
-    columns = jax.jit(lambda x: linear_columns(spread(x).T, weight, bias))(x)
+    gated, ups = (jax.jit(lambda x, f=f: weight.gated(spread(x), f, bias))(x) for f in (abs, jnp.ones_like))
     np.testing.assert_allclose(out, expected, atol=1e-4)
-    np.testing.assert_allclose(np.moveaxis(np.asarray(columns), -1, 0), expected, atol=1e-4)
+    np.testing.assert_allclose(ups, expected[..., 1], atol=1e-4)
+    np.testing.assert_allclose(gated, abs(expected[..., 0]) * expected[..., 1], atol=1e-3)
 
 
 def test_products_of_bfloat16_are_summed_in_float32() -> None:
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((5, 512), (96, 512)))
-    out = jax.jit(linear)(x, weight)
+    out = jax.jit(linear)(x, Dense(weight))
     assert out.dtype == jnp.bfloat16
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-8, atol=1e-4)  # rounded once
