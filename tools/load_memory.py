@@ -63,8 +63,8 @@ class Counted:
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape, self.num_read = tensor, tensor.shape, 0
 
-    def read(self, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        values = self.tensor.read(index)
+    def read(self, index: tuple[slice, ...], integers: Any = None) -> np.ndarray[Any, Any]:
+        values = self.tensor.read(index, integers)
         self.num_read += values.size
         return values
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from hex_llm.models.linear import Dense, Matrix
 from hex_llm.models.spec import Layer, ModelSpec
@@ -40,6 +41,7 @@ class Param:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # logical: "vocab", "kv_heads", "ffn" or None
     pieces: tuple[Piece, ...]
+    dtype: np.dtype[Any] | None = None  # None: the model's; integers must be stored as they are declared
     norm: bool = False  # starts at one (less the family's offset) instead of random
 
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from hex_llm.errors import ModelError
 from hex_llm.models.families import model_spec
 from hex_llm.models.linear import Dense
-from hex_llm.models.params import FeedForward, Param, declared
+from hex_llm.models.params import FeedForward, Param, Piece, declared
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import make_mesh
 from hex_llm.weights import load
 from hex_llm.weights.checkpoint import Slices
 from hex_llm.weights.load import check_room, init_weights, load_weights
+from hex_llm.weights.safetensors import open_safetensors
 
 F32 = np.dtype(np.float32)
 HEADS, KV_HEADS, HEAD, WIDTH, FFN, EXPERTS = 8, 2, 4, 16, 24, 3
@@ -58,7 +61,7 @@ class Memory:
         self.values, self.shape = values, values.shape
         self.reads = np.zeros(values.shape, int)
 
-    def read(self, index: Slices) -> np.ndarray:
+    def read(self, index: Slices, integers: Any = None) -> np.ndarray:
         self.reads[index] += 1
         return self.values[index].copy()
 
@@ -203,7 +206,7 @@ def test_a_wrong_shape_is_named_with_the_right_one(shape: tuple[int, ...]) -> No
 
 def test_an_error_of_a_reader_comes_through() -> None:
     class Broken(Memory):
-        def read(self, index: Slices) -> np.ndarray:
+        def read(self, index: Slices, integers: Any = None) -> np.ndarray:
             raise ModelError("cut short")
 
     spec = spec_of("llama")
@@ -224,6 +227,48 @@ def test_values_are_converted(stored: str, wanted: str) -> None:
     embed = weights.embed.array
     assert embed.dtype == wanted
     np.testing.assert_array_equal(embed, values.astype(embed.dtype))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_parameters_have_the_types_that_they_declare(
+    devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a real file: integers as they are stored, floats in the declared type or in the model's."""
+    stored = {
+        "packed": np.random.default_rng(0).integers(-(2**31), 2**31, (8, 6), np.int32),
+        "scales": np.linspace(0, 1, 8, dtype=np.float16),
+        "weight": np.linspace(-1, 1, 8, dtype=np.float16),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    held = {"packed": np.dtype(np.int32), "scales": F32, "weight": None}
+
+    def params(**types: Any) -> dict[str, Param]:
+        return {
+            name: Param(
+                values.shape,
+                ("ffn", None)[: values.ndim],
+                (Piece(name, values.shape, values.shape),),
+                dtype=types[name],
+            )
+            for name, values in stored.items()
+        }
+
+    def loaded(**types: Any) -> Any:
+        tree = jax.tree.flatten(params(**types), is_leaf=lambda leaf: isinstance(leaf, Param))
+        monkeypatch.setattr(load, "declared", lambda _: tree)
+        half = np.dtype(ml_dtypes.bfloat16)
+        return load_weights(spec_of("llama"), open_safetensors(tmp_path), make_mesh(devices), half)
+
+    arrays = loaded(**held)
+    assert_same(arrays["packed"], stored["packed"])
+    assert_same(arrays["scales"], stored["scales"].astype(F32))
+    assert_same(arrays["weight"], stored["weight"].astype(ml_dtypes.bfloat16))
+    with pytest.raises(ModelError, match=r"'packed' holds I32, but .* one of F64, F32"):
+        loaded(**held | {"packed": None})
+    with pytest.raises(ModelError, match=r"'packed' holds I32, but .* one of U8"):
+        loaded(**held | {"packed": np.dtype(np.uint8)})
+    with pytest.raises(ModelError, match=r"'weight' holds F16, but .* one of I32"):
+        loaded(**held | {"weight": np.dtype(np.int32)})
 
 
 # ---- room
