@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from hex_llm.models.linear import Dense, Matrix
-from hex_llm.models.spec import Layer, ModelSpec
+from hex_llm.models.spec import CheckpointNames, Layer, ModelSpec
 
 Leaf = Any  # a Param in the abstract tree, a jax.Array in the loaded one
 Index = tuple[slice | int, ...]
@@ -187,47 +187,40 @@ def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
     experts = layer.experts
     if experts is None:
         return _dense(spec, prefix, layer.ffn_size)
-    stacked = spec.names.stacked_experts
     shared = experts.shared_size
     width, num, size = spec.hidden_size, experts.num, experts.size
-    router = "router.weight" if stacked else "gate.weight"
-    gate_up = _stacked_gate_up(prefix, num, size, width) if stacked else _gate_ups(prefix, num, size, width)
-    down = (
-        (Piece(prefix + "experts.down_proj", (num, size, width), (num, size, width), order=(0, 2, 1)),)
-        if stacked
-        else tuple(
-            Piece(f"{prefix}experts.{e}.w2.weight", (width, size), (width, size), (e,)) for e in range(num)
-        )
-    )
+    pieces = _stacked if spec.names.stacked_experts else _apart
+    gate_up, down = pieces(spec.names, prefix + "experts", num, size, width)
     return FeedForward(
         gate_up=Param((num, 2, size, width), (None, None, "ffn", None), gate_up),
         down=Param((num, width, size), (None, None, "ffn"), down),
-        router=_whole(prefix + router, (num, width), (None, None)),
+        router=_whole(f"{prefix}{spec.names.router}.weight", (num, width), (None, None)),
         shared=None if shared is None else _dense(spec, prefix + "shared_expert.", shared),
     )
 
 
-def _gate_ups(prefix: str, num: int, size: int, width: int) -> tuple[Piece, ...]:
-    return tuple(
-        Piece(f"{prefix}experts.{e}.{name}.weight", (size, width), (size, width), (e, half))
-        for e in range(num)
-        for half, name in enumerate(("w1", "w3"))
-    )
+Pieces = tuple[Piece, ...]
 
 
-def _stacked_gate_up(prefix: str, num: int, size: int, width: int) -> tuple[Piece, ...]:
-    shape, view = (num, width, 2 * size), (num, width, size)
-    return tuple(
-        Piece(
-            prefix + "experts.gate_up_proj",
-            shape,
-            view,
-            (slice(None), half),
-            (2, half * size),
-            (0, 2, 1),
-        )
+def _apart(names: CheckpointNames, prefix: str, num: int, size: int, width: int) -> tuple[Pieces, Pieces]:
+    """Gates with ups, and downs, of experts in tensors of their own."""
+
+    def piece(expert: int, part: int, shape: tuple[int, int], *to: int) -> Piece:
+        return Piece(f"{prefix}.{expert}.{names.expert[part]}.weight", shape, shape, (expert, *to))
+
+    gate_up = tuple(piece(e, half, (size, width), half) for e in range(num) for half in (0, 1))
+    return gate_up, tuple(piece(e, 2, (width, size)) for e in range(num))
+
+
+def _stacked(names: CheckpointNames, prefix: str, num: int, size: int, width: int) -> tuple[Pieces, Pieces]:
+    """The same of experts in one tensor, inputs first."""
+    shape, half_shape, order = (num, width, 2 * size), (num, width, size), (0, 2, 1)
+    gate_up = tuple(
+        Piece(prefix + ".gate_up_proj", shape, half_shape, (slice(None), half), (2, half * size), order)
         for half in (0, 1)
     )
+    stored = (num, size, width)
+    return gate_up, (Piece(prefix + ".down_proj", stored, stored, order=order),)
 
 
 def _dense(spec: ModelSpec, prefix: str, size: int) -> FeedForward:
