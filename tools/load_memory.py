@@ -72,9 +72,9 @@ class Counted:
 def load(folder: Path, num_devices: int) -> dict[str, Any]:
     import jax
 
+    from hex_llm.execution.load import load_weights
     from hex_llm.models.families import model_spec
     from hex_llm.parallel.shardings import make_mesh
-    from hex_llm.weights.load import load_weights
     from hex_llm.weights.model_files import open_model
 
     files = open_model(folder)

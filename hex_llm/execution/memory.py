@@ -13,8 +13,8 @@ import numpy as np
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
 from hex_llm.execution.kernel_choice import Devices, choose_kernels
+from hex_llm.execution.load import free_bytes
 from hex_llm.models.spec import ModelSpec
-from hex_llm.weights.load import free_bytes
 
 CPU_SHARE = 0.25  # of the memory that is free: the rest of the machine needs some too
 CPU_CAP = 2 << 30

@@ -3,6 +3,22 @@
 Initialisation, sharding and loading all walk this tree; `parallel.shardings` maps the axes to devices.
 In a fused matrix the axis that is split over devices leads the axis that it was fused along:
 qkv is [K, G+2, H, D] (a KV head with its queries), gate_up is [F, 2, D].
+
+An example, which a test follows: K = 2 KV heads of G = 2 queries each, H = 4, D = 16, on two devices.
+
+>>> qkv = Param(
+...     (2, 4, 4, 16),
+...     ("kv_heads", None, None, None),
+...     (
+...         Piece("q_proj", (16, 16), view=(2, 2, 4, 16), to=(slice(None), slice(0, 2))),
+...         Piece("k_proj", (8, 16), view=(2, 4, 16), to=(slice(None), 2)),
+...         Piece("v_proj", (8, 16), view=(2, 4, 16), to=(slice(None), 3)),
+...     ),
+... )
+
+The rows of q_proj [K*G*H, D] are seen as [K, G, H, D] and become qkv[:, 0:2]; those of k_proj [K*H, D], as
+[K, H, D], become qkv[:, 2]. The second device holds qkv[1:2], for which execution/load.py reads one stretch
+of each tensor: q_proj[8:16], k_proj[4:8] and v_proj[4:8].
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from hex_llm.errors import ModelError
+from hex_llm.execution import load
+from hex_llm.execution.load import check_room, init_weights, load_weights
+from hex_llm.models import params
 from hex_llm.models.families import model_spec
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Param, Piece, declared
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import make_mesh
-from hex_llm.weights import load
 from hex_llm.weights.checkpoint import Slices
-from hex_llm.weights.load import check_room, init_weights, load_weights
 from hex_llm.weights.safetensors import open_safetensors
 
 F32 = np.dtype(np.float32)
@@ -173,6 +176,32 @@ def test_split_parameters_are_split() -> None:
         assert math.prod(array.addressable_shards[0].data.shape) * 8 == array.size
 
 
+def test_the_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of params.py: a family declares it so, and these are the stretches that are read."""
+    example = doctest.DocTestParser().get_doctest(params.__doc__, vars(params), "example", None, None)
+    assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
+    qkv: Param = example.globs["qkv"]
+    changes = {"num_attention_heads": 4, "intermediate_size": 8}
+    spec = model_spec({"architectures": ["LlamaForCausalLM"], **BASE, **changes})
+    declared_one = params.abstract_weights(spec).layers[0].qkv.array
+    named = tuple(replace(piece, name=piece.name.split(".")[-2]) for piece in declared_one.pieces)
+    assert replace(declared_one, pieces=named) == qkv
+
+    read: set[tuple[str, int, int]] = set()
+
+    class Noted(Memory):
+        def read(self, index: Slices, integers: Any = None) -> np.ndarray:
+            read.add((name_of[self], index[0].start, index[0].stop))
+            return super().read(index, integers)
+
+    checkpoint = {piece.name: Noted(np.ones(piece.shape, F32)) for piece in qkv.pieces}
+    name_of = {tensor: name for name, tensor in checkpoint.items()}
+    monkeypatch.setattr(load, "declared", lambda _: ([qkv], jax.tree.structure(0)))
+    load_weights(spec, checkpoint, make_mesh(2), F32)
+    second = {("q_proj", 8, 16), ("k_proj", 4, 8), ("v_proj", 4, 8)}
+    assert read == {("q_proj", 0, 8), ("k_proj", 0, 4), ("v_proj", 0, 4)} | second
+
+
 def test_large_parameters_are_read_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "READ_BYTES", 100)
     for family in ("llama", "mixtral", "llama4"):
@@ -242,7 +271,7 @@ def test_parameters_have_the_types_that_they_declare(
     save_file(stored, tmp_path / "model.safetensors")
     held = {"packed": np.dtype(np.int32), "scales": F32, "weight": None}
 
-    def params(**types: Any) -> dict[str, Param]:
+    def params_of_types(**types: Any) -> dict[str, Param]:
         return {
             name: Param(
                 values.shape,
@@ -254,7 +283,7 @@ def test_parameters_have_the_types_that_they_declare(
         }
 
     def loaded(**types: Any) -> Any:
-        tree = jax.tree.flatten(params(**types), is_leaf=lambda leaf: isinstance(leaf, Param))
+        tree = jax.tree.flatten(params_of_types(**types), is_leaf=lambda leaf: isinstance(leaf, Param))
         monkeypatch.setattr(load, "declared", lambda _: tree)
         half = np.dtype(ml_dtypes.bfloat16)
         return load_weights(spec_of("llama"), open_safetensors(tmp_path), make_mesh(devices), half)
@@ -305,18 +334,18 @@ def test_what_cannot_fit_is_refused_before_anything_is_made() -> None:
 
 def test_room_is_what_the_fullest_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("llama-mqa").split_over(4)
-    params, mesh = params_of(spec), make_mesh(4)
+    all_params, mesh = params_of(spec), make_mesh(4)
     shards = load_weights(spec, checkpoint_of(spec), mesh, F32)
     needed = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(shards))
     for free in (needed, None):
         devices: Any = [Device(needed + 9), Device(free)]
         assert load.free_bytes(devices) == (needed + 9 if free is None else needed)
         monkeypatch.setattr(load, "free_bytes", lambda _, free=free: free)
-        check_room(params, mesh, F32)
+        check_room(all_params, mesh, F32)
         monkeypatch.undo()
     monkeypatch.setattr(load, "free_bytes", lambda _: needed - 1)
     with pytest.raises(ModelError):
-        check_room(params, mesh, F32)
+        check_room(all_params, mesh, F32)
 
 
 # ---- random weights
