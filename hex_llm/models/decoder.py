@@ -28,23 +28,26 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def embed(spec: ModelSpec, weights: Weights, token_ids: jax.Array) -> jax.Array:
+    """token_ids [T] -> [T, D]."""
+    x = weights.embed.rows(token_ids)
+    return x if spec.embed_scale is None else x * jnp.asarray(spec.embed_scale, x.dtype)
+
+
 def forward(
     spec: ModelSpec,
     weights: Weights,
-    token_ids: jax.Array,
+    x: jax.Array,
     rope_lengths: jax.Array,
     pages: list[jax.Array],
     batch: Batch,
     attend: PagedAttention,
     fused_moe: RoutedExperts,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """token_ids [T] -> hidden states [T, D] before the head, and the KV pages of every layer.
+    """Embeddings [T, D] -> hidden states [T, D] before the head, and the KV pages of every layer.
 
     `rope_lengths` [T]: the length that each token's rope frequencies are made for (rope.rope_table).
     """
-    x = weights.embed.rows(token_ids)
-    if spec.embed_scale is not None:
-        x = x * jnp.asarray(spec.embed_scale, x.dtype)
     ropes = {layer.rope for layer in spec.layers if layer.rope}
     tables: dict[Rope | None, RopeTable] = {r: rope_table(r, batch.positions, rope_lengths) for r in ropes}
     new_pages = []
