@@ -44,11 +44,8 @@ def load_weights(
     _check(checkpoint, (piece for param in params for piece in param.pieces))
     with ThreadPoolExecutor(NUM_READERS) as readers:
         load = partial(_load, checkpoint=checkpoint, mesh=mesh, dtype=dtype)
-        arrays = list(
-            tqdm(
-                readers.map(load, params), "Loading weights", len(params), disable=not progress, unit="tensor"
-            )
-        )
+        loaded = readers.map(load, params)
+        arrays = list(tqdm(loaded, "Loading weights", len(params), disable=not progress, unit="tensor"))
     weights: Weights = jax.tree.unflatten(tree, arrays)
     return weights
 

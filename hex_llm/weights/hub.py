@@ -10,14 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_cached_repo_tree,
-    get_session,
-    is_offline_mode,
-    set_client_factory,
-)
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, get_session, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import logging as hub_logging
 
@@ -61,9 +54,8 @@ def _hub(token: str | None) -> HfApi:
 @contextmanager
 def _bounded_hub(repo: str, revision: str | None) -> Iterator[None]:
     """Inside, the hub library gives up in seconds, logs nothing, and raises SourceError or a disk's error."""
-    if revision is not None and (
-        ".." in revision or revision.startswith("/")
-    ):  # it becomes a path in the cache
+    # It becomes a path in the cache.
+    if revision is not None and (".." in revision or revision.startswith("/")):
         raise SourceError(f"{revision!r} is no branch, tag or commit; check --revision")
     verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)
@@ -127,7 +119,7 @@ def _hub_problem(error: Exception, repo: str, revision: str | None) -> str:
             return _hub_refusal(cause.response.status_code, code, repo, revision)
     if isinstance(error, HFValidationError):
         return f"{repo!r} is no name of the hub; give org/name"
-    if is_offline_mode():
+    if constants.is_offline_mode():
         return (
             f"{repo} is not complete in the hub's cache and HF_HUB_OFFLINE is set; unset it once to fetch it"
         )

@@ -62,12 +62,9 @@ class SafeTensor:
         """See checkpoint.Tensor."""
         readable = FLOATS if integers is None else {k: v for k, v in INTEGERS.items() if v == integers}
         if self.dtype not in readable:
-            remedy = (
-                "take an unquantized model" if integers is None else "config.json belongs to another model"
-            )
             raise ModelError(
                 f"tensor {self.name!r:.120} holds {self.dtype}, but these weights must be one of "
-                f"{', '.join(readable)}: {remedy}"
+                f"{', '.join(readable)}: take a model that is quantized as config.json says, or not at all"
             )
         cuts = [range(size)[cut] for cut, size in zip(index, self.shape, strict=True)]
         out: Array = np.empty([len(cut) for cut in cuts], readable[self.dtype])
