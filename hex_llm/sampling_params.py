@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from hex_llm.errors import InvalidRequest, one_line
@@ -103,15 +103,6 @@ class SamplingParams:
     def num_choices(self) -> int:
         """Sequences that are generated."""
         return max(self.n, self.best_of or 0)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """From request fields; an unknown one is refused by its name."""
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise InvalidRequest(f"{_shown(name)}: not a sampling parameter", _shown(name))
-        return cls(**values)
 
     def _check_texts(self) -> None:
         for name, most in {"stop": MAX_TEXT, "bad_words": MAX_BAD_WORD}.items():

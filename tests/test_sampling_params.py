@@ -87,8 +87,8 @@ def test_together() -> None:
     assert "less than n" in refused(best_of=1, n=2)
     assert "more than max_tokens" in refused(min_tokens=17)
     refused(truncate_prompt_tokens=0)
-    with pytest.raises(InvalidRequest, match="not a sampling parameter"):
-        SamplingParams.from_dict({"temprature": 1})
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ ANYTHING = st.recursive(
 @given(st.dictionaries(st.sampled_from([*SamplingParams.__dataclass_fields__]), ANYTHING, max_size=4))
 def test_nothing_but_a_refusal_comes_of_anything(values: dict[str, Any]) -> None:
     try:
-        params = SamplingParams.from_dict(values)
+        params = SamplingParams(**values)
     except InvalidRequest:
         return
     assert 0 <= params.temperature <= 100

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import transformers
 
-from hex_llm.config import EngineConfig
-from hex_llm.weights.source import fetch
+from tools.judge import default_model as default_model
+from tools.judge import greedy as greedy
+from tools.judge import greedy_tokens as greedy_tokens
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -81,30 +82,6 @@ class Tiny:
     def prompt(self, seed: int = 0) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, BASE["vocab_size"], (self.prompt_len,), generator=generator).tolist()
-
-
-def greedy(model: Any, prompt: list[int], num_tokens: int, **options: Any) -> Any:
-    """What transformers' own greedy search returns; it does not stop at the end of a sequence."""
-    ids = torch.tensor([prompt])
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        **options,
-    )
-
-
-def greedy_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    return greedy(model, prompt, num_tokens)[0, len(prompt) :].tolist()
-
-
-def default_model() -> tuple[Path, Any]:
-    """The GGUF file of the embedded default, and transformers' model of it."""
-    path = fetch(None, cache_dir=EngineConfig().cache_dir)
-    options = {"gguf_file": path.name, "dtype": torch.float32}
-    return path, transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:

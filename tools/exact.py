@@ -1,8 +1,8 @@
 """The greedy tokens of the embedded default model in float32, on this machine's devices and by transformers.
 
 Run from the root. `python -m tools.exact --write FILE` asks transformers, on the CPU, for what follows the 32
-prompts of the tests; `python -m tools.exact FILE` runs them all at once and compares: maybe on another
-machine, which needs neither transformers nor torch.
+prompts; `python -m tools.exact FILE` runs them all at once and compares, maybe on another machine, which
+needs neither transformers nor torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import jax
 
 from hex_llm import LLM, SamplingParams
 from hex_llm.weights.model_files import open_tokenizer
-from tests.engine.prompts import PROMPTS
+from tools.prompts import PROMPTS
 
 NUM_TOKENS = 64
 
 
 def write(path: Path) -> None:
-    from tests.tiny import default_model, greedy_tokens
+    from tools.judge import default_model, greedy_tokens
 
     model, judge = default_model()
     tokenizer = open_tokenizer(model)

@@ -63,8 +63,8 @@ class Counted:
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape, self.num_read = tensor, tensor.shape, 0
 
-    def read(self, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        values = self.tensor.read(index)
+    def read(self, index: tuple[slice, ...], integers: Any = None) -> np.ndarray[Any, Any]:
+        values = self.tensor.read(index, integers)
         self.num_read += values.size
         return values
 
@@ -72,9 +72,9 @@ class Counted:
 def load(folder: Path, num_devices: int) -> dict[str, Any]:
     import jax
 
+    from hex_llm.execution.load import load_weights
     from hex_llm.models.families import model_spec
     from hex_llm.parallel.shardings import make_mesh
-    from hex_llm.weights.load import load_weights
     from hex_llm.weights.model_files import open_model
 
     files = open_model(folder)

@@ -13,7 +13,6 @@ from hex_llm.execution.batch import StepShape, unpack
 from hex_llm.execution.programs import ProgramSpec
 from hex_llm.kernels import tpu
 from hex_llm.kernels.attention import Mask
-from hex_llm.kernels.int8 import int8_matmul
 from hex_llm.parallel.shardings import TP
 
 SHAPE = StepShape(16, 2, 256, 64)
@@ -59,9 +58,4 @@ def parts(mesh: Mesh | AbstractMesh, chip: str) -> dict[str, ProgramSpec]:
         arguments = (described(rows, num, heads.group, width), kv, kv, pages, packed)
         return ProgramSpec(on_each, arguments, (3,), whole)
 
-    def product(num_rows: int) -> ProgramSpec:
-        weight, scales = described(14336, 4096, dtype=jnp.int8), described(14336, dtype=jnp.float32)
-        return ProgramSpec(int8_matmul, (described(num_rows, 4096), weight, scales), (), whole)
-
-    found = {f"attention of {name}, {tuple(heads)}": attention(heads) for name, heads in ATTENTION.items()}
-    return found | {f"int8 product of {rows} rows": product(rows) for rows in (64, 2048)}
+    return {f"attention of {name}, {tuple(heads)}": attention(heads) for name, heads in ATTENTION.items()}

@@ -14,13 +14,13 @@ from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
 from hex_llm.errors import ConfigError
 from hex_llm.execution.batch import Paddings
+from hex_llm.execution.load import init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks
 from hex_llm.execution.runner import Runner, keep_compiled
 from hex_llm.models.families import model_spec
 from hex_llm.parallel.shardings import make_mesh
 from hex_llm.text.grammar import GrammarFactory
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.weights.load import init_weights, load_weights
 from hex_llm.weights.model_files import ModelFiles, open_model, open_tokenizer
 from hex_llm.weights.source import fetch_for
 

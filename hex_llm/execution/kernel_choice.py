@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hex_llm.kernels import cpu, cpu_experts, experts, gpu, gpu_experts, reference, tpu, tpu_experts
 from hex_llm.kernels.attention import PagedAttention
 from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.models.linear import Dense
+from hex_llm.models.params import FeedForward, Weights
 from hex_llm.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -19,7 +25,8 @@ log = logging.getLogger(__name__)
 class Kernels(NamedTuple):
     attend: PagedAttention
     fused_moe: RoutedExperts
-    panel_width: int | None  # of weights in panels, for the CPU's own kernels; None: they stay as loaded
+    page_width: int  # numbers of a key in its page
+    lay_out: Callable[[Weights], Weights]  # loaded weights, whose matrices get the form that is multiplied
 
 
 class Devices(NamedTuple):
@@ -31,23 +38,46 @@ class Devices(NamedTuple):
     dtype: np.dtype[Any]
 
 
+@cache
 def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     panel_width = _panel_width(spec, devices)
     if panel_width is not None:
-        return Kernels(cpu.paged_attention, cpu_experts.fused_moe, panel_width)
-    return Kernels(_attention(spec, devices), _experts(spec, devices), None)
-
-
-def page_width(spec: ModelSpec, devices: Devices) -> int:
-    """Numbers of a key in its page."""
-    return tpu.padded_head_dim(spec.head_dim) if _attends_on_tpu(spec, devices) else spec.head_dim
+        lay_out = partial(_in_panels, width=panel_width)
+        return Kernels(cpu.paged_attention, cpu_experts.fused_moe, spec.head_dim, lay_out)
+    width = tpu.padded_head_dim(spec.head_dim) if _attends_on_tpu(spec, devices) else spec.head_dim
+    return Kernels(_attention(spec, devices), _experts(spec, devices), width, lambda weights: weights)
 
 
 def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:
+    """None: the CPU's own kernels are not for this model or these devices."""
     if devices.num > 1 or devices.platform != "cpu" or devices.dtype != np.float32:
         return None
     width = cpu.panel_width()
     return width if width is not None and spec.head_dim % (width // cpu.PANEL_VECTORS) == 0 else None
+
+
+def _in_panels(weights: Weights, width: int) -> Weights:
+    """The layers of the given weights are replaced one by one, so that they are in memory twice only one by
+    one. Gates and ups [F, 2, D] are turned round, so that gates, and ups, lie side by side."""
+
+    def is_changed(part: Any) -> bool:
+        return isinstance(part, Dense) or (isinstance(part, FeedForward) and part.router is not None)
+
+    def change(part: Any) -> Any:
+        if isinstance(part, Dense):
+            return cpu.to_panels(part.array, part.num_outputs, width, turned=part.num_outputs == 2)
+        if not isinstance(part, FeedForward):
+            return part
+        gate_ups = tuple(Dense(one.swapaxes(0, 1), num_outputs=2) for one in part.gate_up)
+        downs = tuple(Dense(one) for one in part.down)
+        return replace(
+            part, gate_up=everywhere(gate_ups), down=everywhere(downs), shared=everywhere(part.shared)
+        )
+
+    everywhere = partial(jax.tree.map, change, is_leaf=is_changed)
+    for i, layer in enumerate(weights.layers):
+        weights.layers[i] = everywhere(layer)
+    return replace(weights, embed=everywhere(weights.embed), head=everywhere(weights.head))
 
 
 def _attention(spec: ModelSpec, devices: Devices) -> PagedAttention:

@@ -12,9 +12,9 @@ import numpy as np
 
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
-from hex_llm.execution.kernel_choice import Devices, page_width
+from hex_llm.execution.kernel_choice import Devices, choose_kernels
+from hex_llm.execution.load import free_bytes
 from hex_llm.models.spec import ModelSpec
-from hex_llm.weights.load import free_bytes
 
 CPU_SHARE = 0.25  # of the memory that is free: the rest of the machine needs some too
 CPU_CAP = 2 << 30
@@ -26,7 +26,8 @@ def num_kv_blocks(
     """--num_blocks, or what --hbm_utilization_factor of the free memory holds; and the padding block."""
     if config.num_blocks is not None:
         return config.num_blocks + 1
-    width = page_width(spec, Devices(devices[0].platform, len(devices), config.block_size, dtype))
+    choice = Devices(devices[0].platform, len(devices), config.block_size, dtype)
+    width = choose_kernels(spec, choice).page_width
     per_device = spec.num_kv_heads // len(devices) * width * 2 * dtype.itemsize * len(spec.layers)
     needed = config.max_decode_seqs * -(-spec.max_len // config.block_size)
     fitting = int(_room(config, devices)) // (per_device * config.block_size)

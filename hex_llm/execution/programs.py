@@ -159,9 +159,8 @@ def forward(
     inputs = unpack(packed, shape)
     batch = inputs.batch
     token_ids = SlotRows(layout, slots, inputs.slots).token_at(batch.sequences, batch.positions)
-    hidden, pages = decoder.forward(
-        spec, weights, token_ids, inputs.rope_lengths, pages, batch, attend, fused_moe
-    )
+    x = decoder.embed(spec, weights, token_ids)
+    hidden, pages = decoder.forward(spec, weights, x, inputs.rope_lengths, pages, batch, attend, fused_moe)
     logits = decoder.logits(spec, weights, hidden[inputs.last_tokens])
     num_tokens = batch.positions[inputs.last_tokens] + 1
     rows = jnp.stack([inputs.slots, inputs.chosen_slots, num_tokens])

@@ -28,14 +28,14 @@ from hex_llm.errors import HexError
 from hex_llm.execution import programs
 from hex_llm.execution.batch import Ints, Paddings, StepShape, pack
 from hex_llm.execution.executable_cache import ExecutableCache
-from hex_llm.execution.kernel_choice import Devices, choose_kernels, page_width
+from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.profile import Recorder
 from hex_llm.execution.programs import AddLogprobs, Adjust, Choose, Key, Pages, Program, PromptLogprobs, Write
 from hex_llm.execution.results import TOKEN, Choices
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import cpu
-from hex_llm.models.params import Weights, in_panels
+from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES
 from hex_llm.types import StepPlan
@@ -82,8 +82,7 @@ class Runner:
         self._platform = str(mesh.devices.flat[0].platform)
         devices = Devices(self._platform, mesh.size, config.block_size, dtype)
         kernels = choose_kernels(spec, devices)
-        width = kernels.panel_width
-        self.weights = weights if width is None else in_panels(weights, width)
+        self.weights = kernels.lay_out(weights)
         self.spec, self.mesh, self.dtype = spec, mesh, dtype
         self.paddings, self.config = paddings, config
         self.pages = allocate_pages(spec, mesh, num_blocks, devices)
@@ -319,6 +318,7 @@ def keep_compiled(cache_dir: Path) -> Path | None:
 
 
 def allocate_pages(spec: ModelSpec, mesh: Mesh, num_blocks: int, devices: Devices) -> Pages:
-    shape = (num_blocks, devices.block_size, spec.num_kv_heads, 2, page_width(spec, devices))
+    width = choose_kernels(spec, devices).page_width
+    shape = (num_blocks, devices.block_size, spec.num_kv_heads, 2, width)
     zeros = jax.jit(partial(jnp.zeros, shape, devices.dtype), out_shardings=NamedSharding(mesh, PAGES))
     return [zeros() for _ in spec.layers]

@@ -15,7 +15,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.reference import write_kv
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,36 @@ class Panels:
     num_inputs: int = field(metadata={"static": True})
     turned: bool = field(default=False, metadata={"static": True})  # the two axes of outputs lie turned round
 
+    def matmul(self, x: jax.Array) -> jax.Array:
+        """x [T, inputs] -> [T, *outputs]."""
+        out = self._multiply(x, math.prod(self.outputs))
+        if self.turned:
+            return out.reshape(len(x), *reversed(self.outputs)).swapaxes(1, 2)
+        return out.reshape(len(x), *self.outputs)
+
+    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
+        """Of outputs [F, 2]: x [T, D] -> [T, F], the activation of the gates times the ups; silu is applied
+        while its block is still in the cache."""
+        if activation is jax.nn.silu and bias is None and self.can_gate:
+            return self._multiply(x, self.outputs[0], gated=True)
+        both = self.matmul(x)  # [T, F, 2]
+        both = both if bias is None else both + bias
+        return activation(both[..., 0]) * both[..., 1]
+
     def rows(self, which: jax.Array) -> jax.Array:
         """[..., inputs]: the weights of some outputs."""
         width = self.panels.shape[2]
         return self.panels[which // width, : self.num_inputs, which % width]
+
+    @property
+    def can_gate(self) -> bool:
+        """No panel has both gates and ups."""
+        return self.turned and self.outputs[0] % self.panels.shape[2] == 0
+
+    def _multiply(self, x: jax.Array, num_columns: int, gated: bool = False) -> jax.Array:
+        shape = jax.ShapeDtypeStruct((len(x), num_columns), jnp.float32)
+        x = jnp.pad(x, ((0, 0), (0, self.panels.shape[1] - self.num_inputs)))
+        return jax.ffi.ffi_call(MATMUL, shape)(x, self.panels, gated=gated)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), static_argnames="turned")
@@ -62,38 +88,6 @@ def to_panels(weight: jax.Array, num_output_axes: int, width: int, turned: bool 
     matrix = jnp.pad(matrix, ((0, -len(matrix) % width), (0, -num_inputs % width)))
     panels = matrix.reshape(-1, width, matrix.shape[1]).swapaxes(1, 2)
     return Panels(panels, outputs, num_inputs, turned)
-
-
-def matmul(x: jax.Array, weight: Panels) -> jax.Array:
-    """x [T, inputs] -> [T, *outputs]."""
-    out = _call_matmul(x, weight, math.prod(weight.outputs))
-    if weight.turned:
-        return out.reshape(len(x), *reversed(weight.outputs)).swapaxes(1, 2)
-    return out.reshape(len(x), *weight.outputs)
-
-
-def gated(x: jax.Array, gate_up: Panels, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """x [T, D] and [F, 2, D] -> [T, F]: the activation of the gates times the ups."""
-    if activation is jax.nn.silu and can_gate(gate_up):
-        return silu_gated(x, gate_up)
-    both = matmul(x, gate_up)  # [T, F, 2]
-    return activation(both[..., 0]) * both[..., 1]
-
-
-def silu_gated(x: jax.Array, gate_up: Panels) -> jax.Array:
-    """x [T, D] and [F, 2, D] -> [T, F]: silu of the gates times the ups; only where `can_gate`."""
-    return _call_matmul(x, gate_up, gate_up.outputs[0], gated=True)
-
-
-def can_gate(gate_up: Panels) -> bool:
-    """No panel has both gates and ups."""
-    return gate_up.turned and gate_up.outputs[0] % gate_up.panels.shape[2] == 0
-
-
-def _call_matmul(x: jax.Array, weight: Panels, num_columns: int, gated: bool = False) -> jax.Array:
-    shape = jax.ShapeDtypeStruct((len(x), num_columns), jnp.float32)
-    x = jnp.pad(x, ((0, 0), (0, weight.panels.shape[1] - weight.num_inputs)))
-    return jax.ffi.ffi_call(MATMUL, shape)(x, weight.panels, gated=gated)
 
 
 def paged_attention(

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import cdiv
 
-from hex_llm.kernels import cpu
 from hex_llm.kernels.cpu import Panels
 from hex_llm.kernels.experts import Activation, by_expert, combined
 
@@ -43,7 +42,7 @@ def fused_moe(
         inputs, _ = lax.optimization_barrier((x[asked // per_token], i))
         if scale_input:
             inputs = inputs * scale[asked]
-        answers = cpu.matmul(cpu.gated(inputs, gate_up[expert], activation), down[expert])
+        answers = down[expert].matmul(gate_up[expert].gated(inputs, activation))
         return lax.dynamic_update_slice_in_dim(expert_out, answers, first, 0)
 
     # A block may reach into the rows of the next expert, which then writes them anew, and past the last.

@@ -11,11 +11,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from hex_llm.kernels import cpu
 from hex_llm.kernels.attention import Batch, PagedAttention
-from hex_llm.kernels.cpu import Panels
 from hex_llm.kernels.experts import Activation, RoutedExperts
-from hex_llm.models.linear import linear, linear_columns, rows_of
+from hex_llm.models.linear import linear
 from hex_llm.models.moe import moe
 from hex_llm.models.params import FeedForward, LayerWeights, Weights
 from hex_llm.models.rope import rope_table, rotate
@@ -30,23 +28,26 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def embed(spec: ModelSpec, weights: Weights, token_ids: jax.Array) -> jax.Array:
+    """token_ids [T] -> [T, D]."""
+    x = weights.embed.rows(token_ids)
+    return x if spec.embed_scale is None else x * jnp.asarray(spec.embed_scale, x.dtype)
+
+
 def forward(
     spec: ModelSpec,
     weights: Weights,
-    token_ids: jax.Array,
+    x: jax.Array,
     rope_lengths: jax.Array,
     pages: list[jax.Array],
     batch: Batch,
     attend: PagedAttention,
     fused_moe: RoutedExperts,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """token_ids [T] -> hidden states [T, D] before the head, and the KV pages of every layer.
+    """Embeddings [T, D] -> hidden states [T, D] before the head, and the KV pages of every layer.
 
     `rope_lengths` [T]: the length that each token's rope frequencies are made for (rope.rope_table).
     """
-    x = rows_of(weights.embed, token_ids)
-    if spec.embed_scale is not None:
-        x = x * jnp.asarray(spec.embed_scale, x.dtype)
     ropes = {layer.rope for layer in spec.layers if layer.rope}
     tables: dict[Rope | None, RopeTable] = {r: rope_table(r, batch.positions, rope_lengths) for r in ropes}
     new_pages = []
@@ -136,20 +137,7 @@ def feed_forward(
 
 
 def gated_mlp(x: jax.Array, w: FeedForward, activation: Activation) -> jax.Array:
-    def tokens_first(x: jax.Array, w: FeedForward) -> jax.Array:
-        gate_up = linear(x, w.gate_up, w.gate_up_bias)  # [T, F, 2]
-        return linear(activation(gate_up[..., 0]) * gate_up[..., 1], w.down, w.down_bias)
-
-    def tokens_last(x: jax.Array, w: FeedForward) -> jax.Array:
-        """Gate and up then lie in long stretches, which CPUs can read as vectors."""
-        gate_up = linear_columns(x.T, w.gate_up, w.gate_up_bias)  # [F, 2, T]
-        return linear_columns(activation(gate_up[:, 0]) * gate_up[:, 1], w.down, w.down_bias).T
-
-    if isinstance(w.gate_up, Panels):
-        if w.gate_up_bias is None:
-            return linear(cpu.gated(x, w.gate_up, activation), w.down, w.down_bias)
-        return tokens_first(x, w)
-    return jax.lax.platform_dependent(x, w, cpu=tokens_last, default=tokens_first)
+    return linear(w.gate_up.gated(x, activation, w.gate_up_bias), w.down, w.down_bias)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec) -> jax.Array:

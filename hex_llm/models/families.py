@@ -174,7 +174,7 @@ def llama4(c: HFConfig) -> ModelSpec:
         layers=tuple(_llama4_layer(c, spec, bool(roped[i]), kinds[i], i in sparse) for i in range(num)),
         qkv_bias=bias,
         out_bias=bias,
-        names=CheckpointNames(ffn="feed_forward", stacked_experts=True),
+        names=CheckpointNames(ffn="feed_forward", router="router", stacked_experts=True),
     )
 
 

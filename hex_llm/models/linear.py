@@ -1,43 +1,80 @@
-"""The one place where activations meet weights."""
+"""The one place where activations meet weights.
+
+A matrix is a leaf of a model's tree of weights that multiplies itself, in whatever form it is held: `Dense`
+here, `Panels` in kernels/cpu.py. It is a pytree of its own, of one or several arrays. What a form must know
+of a step's rows is one more of its arrays, put there before the forward pass by a map over the tree's
+matrices, so that the decoder knows no form.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hex_llm.kernels import cpu
-from hex_llm.kernels.cpu import Panels
+from hex_llm.kernels.experts import Activation
 
 FEW_ROWS = range(2, 65)
 
 
-def linear(x: jax.Array, weight: jax.Array | Panels, bias: jax.Array | None = None) -> jax.Array:
-    """x [T, *in] times weight [*out, *in] -> [T, *out]; weights lie as in the checkpoint, outputs first.
+class Matrix(Protocol):
+    """[*outputs, *inputs]"""
 
-    Axes are merged first: XLA's CPU backend runs a product of matrices several times faster than one of
-    tensors. An axis that is split over devices leads its group, so merging moves nothing between them.
-    """
-    flat = x.reshape(len(x), -1)
-    if isinstance(weight, Panels):
-        out = cpu.matmul(flat, weight)
-    else:
-        outputs = weight.shape[: weight.ndim - (x.ndim - 1)]
-        matrix = weight.reshape(-1, flat.shape[1])
-        out = _any_product(flat, matrix).reshape(len(x), *outputs)
+    def matmul(self, x: jax.Array) -> jax.Array:
+        """x [T, inputs], their axes merged -> [T, *outputs]."""
+
+    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
+        """Of gates and ups [F, 2, D]: x [T, D] -> [T, F], the activation of the gates times the ups."""
+
+    def rows(self, which: jax.Array) -> jax.Array:
+        """Of one axis of outputs: [T] -> [T, *inputs]."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dense:
+    """A Matrix that lies as in the checkpoint, outputs first, and is multiplied by XLA."""
+
+    array: Any  # a jax.Array; in the tree of declarations a Param
+    num_outputs: int = field(default=1, metadata={"static": True})  # axes
+
+    def matmul(self, x: jax.Array) -> jax.Array:
+        """Axes are merged: XLA's CPU backend runs a product of matrices several times faster than one of
+        tensors. An axis that is split over devices leads its group, so merging moves nothing between them."""
+        return _any_product(x, self._merged(x)).reshape(len(x), *self._outputs)
+
+    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
+        def rows_first(weight: Dense, x: jax.Array, bias: jax.Array | None) -> jax.Array:
+            both = linear(x, weight, bias)  # [T, F, 2]
+            return activation(both[..., 0]) * both[..., 1]
+
+        def rows_last(weight: Dense, x: jax.Array, bias: jax.Array | None) -> jax.Array:
+            """Gates and ups then lie in long stretches, which CPUs can read as vectors."""
+            both = _weight_first(x, weight._merged(x)).T.astype(x.dtype)
+            both = both.reshape(*weight._outputs, len(x))  # [F, 2, T]
+            both = both if bias is None else both + bias[..., None]
+            return (activation(both[:, 0]) * both[:, 1]).T
+
+        return jax.lax.platform_dependent(self, x, bias, cpu=rows_last, default=rows_first)
+
+    def rows(self, which: jax.Array) -> jax.Array:
+        return self.array[which]
+
+    @property
+    def _outputs(self) -> tuple[int, ...]:
+        return self.array.shape[: self.num_outputs]
+
+    def _merged(self, x: jax.Array) -> jax.Array:
+        return self.array.reshape(-1, x.shape[1])
+
+
+def linear(x: jax.Array, weight: Matrix, bias: jax.Array | None = None) -> jax.Array:
+    """x [T, *inputs] times weight [*outputs, *inputs] -> [T, *outputs]."""
+    out = weight.matmul(x.reshape(len(x), -1))
     return out if bias is None else out + bias
-
-
-def linear_columns(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """`linear` with tokens as the last axis: x [in, T] times weight [*out, in] -> [*out, T]."""
-    out = _weight_first(x.T, weight.reshape(-1, len(x))).T.astype(x.dtype)
-    out = out.reshape(*weight.shape[:-1], x.shape[1])
-    return out if bias is None else out + bias[..., None]
-
-
-def rows_of(weight: jax.Array | Panels, which: jax.Array) -> jax.Array:
-    """[V, D] and [T] -> [T, D]."""
-    return weight.rows(which) if isinstance(weight, Panels) else weight[which]
 
 
 def _any_product(x: jax.Array, matrix: jax.Array) -> jax.Array:

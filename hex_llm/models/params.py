@@ -3,18 +3,35 @@
 Initialisation, sharding and loading all walk this tree; `parallel.shardings` maps the axes to devices.
 In a fused matrix the axis that is split over devices leads the axis that it was fused along:
 qkv is [K, G+2, H, D] (a KV head with its queries), gate_up is [F, 2, D].
+
+An example, which a test follows: K = 2 KV heads of G = 2 queries each, H = 4, D = 16, on two devices.
+
+>>> qkv = Param(
+...     (2, 4, 4, 16),
+...     ("kv_heads", None, None, None),
+...     (
+...         Piece("q_proj", (16, 16), view=(2, 2, 4, 16), to=(slice(None), slice(0, 2))),
+...         Piece("k_proj", (8, 16), view=(2, 4, 16), to=(slice(None), 2)),
+...         Piece("v_proj", (8, 16), view=(2, 4, 16), to=(slice(None), 3)),
+...     ),
+... )
+
+The rows of q_proj [K*G*H, D] are seen as [K, G, H, D] and become qkv[:, 0:2]; those of k_proj [K*H, D], as
+[K, H, D], become qkv[:, 2]. The second device holds qkv[1:2], for which execution/load.py reads one stretch
+of each tensor: q_proj[8:16], k_proj[4:8] and v_proj[4:8].
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
-from hex_llm.kernels.cpu import Panels, to_panels
-from hex_llm.models.spec import Layer, ModelSpec
+from hex_llm.models.linear import Dense, Matrix
+from hex_llm.models.spec import CheckpointNames, Layer, ModelSpec
 
 Leaf = Any  # a Param in the abstract tree, a jax.Array in the loaded one
 Index = tuple[slice | int, ...]
@@ -40,14 +57,17 @@ class Param:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # logical: "vocab", "kv_heads", "ffn" or None
     pieces: tuple[Piece, ...]
+    dtype: np.dtype[Any] | None = None  # None: the model's; integers must be stored as they are declared
     norm: bool = False  # starts at one (less the family's offset) instead of random
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FeedForward:
-    gate_up: Leaf  # [F, 2, D], or [E, 2, F, D] of experts
-    down: Leaf  # [D, F], or [E, D, F]
+    """Of routed experts, `gate_up` and `down` are no Matrix but what kernels/experts.py takes."""
+
+    gate_up: Any  # Matrix [F, 2, D], or [E, 2, F, D]
+    down: Any  # Matrix [D, F], or [E, D, F]
     gate_up_bias: Leaf | None = None
     down_bias: Leaf | None = None
     router: Leaf = None  # [E, D]
@@ -58,9 +78,9 @@ class FeedForward:
 @dataclass(frozen=True)
 class LayerWeights:
     attn_norm: Leaf  # [D]
-    qkv: Leaf  # [K, G+2, H, D]
+    qkv: Matrix  # [K, G+2, H, D]
     qkv_bias: Leaf | None  # [K, G+2, H]
-    out: Leaf  # [D, K, G, H]
+    out: Matrix  # [D, K, G, H]
     out_bias: Leaf | None
     attn_post_norm: Leaf | None
     ffn_norm: Leaf
@@ -71,48 +91,18 @@ class LayerWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weights:
-    embed: Leaf  # [V, D]
+    embed: Matrix  # [V, D]
     layers: list[LayerWeights]
     norm: Leaf
-    head: Leaf | None  # None: tied to embed
-
-
-def in_panels(weights: Weights, width: int) -> Weights:
-    """Loaded weights with their matrices laid out for the CPU's kernel, each expert's on their own.
-
-    The layers of the given weights are replaced one by one, so that they are in memory twice only one by one.
-    """
-    for i, layer in enumerate(weights.layers):
-        weights.layers[i] = replace(
-            layer,
-            qkv=to_panels(layer.qkv, 3, width),
-            out=to_panels(layer.out, 1, width),
-            ffn=_ffn_in_panels(layer.ffn, width),
-        )
-    head = None if weights.head is None else to_panels(weights.head, 1, width)
-    return replace(weights, embed=to_panels(weights.embed, 1, width), head=head)
-
-
-def _ffn_in_panels(ffn: FeedForward, width: int) -> FeedForward:
-    def gates(weight: Leaf) -> Panels:
-        return to_panels(weight, 2, width, turned=True)  # so that gates, and ups, lie side by side
-
-    if ffn.router is None:
-        return replace(ffn, gate_up=gates(ffn.gate_up), down=to_panels(ffn.down, 1, width))
-    return replace(
-        ffn,
-        gate_up=tuple(gates(weight.swapaxes(0, 1)) for weight in ffn.gate_up),
-        down=tuple(to_panels(weight, 1, width) for weight in ffn.down),
-        shared=None if ffn.shared is None else _ffn_in_panels(ffn.shared, width),
-    )
+    head: Matrix | None  # None: tied to embed
 
 
 def abstract_weights(spec: ModelSpec) -> Weights:
     names, width = spec.names, spec.hidden_size
     table = (spec.vocab_size, width)
-    head = None if spec.tied else _whole(names.head, table, ("vocab", None))
+    head = None if spec.tied else Dense(_whole(names.head, table, ("vocab", None)))
     return Weights(
-        embed=_whole(names.prefix + "embed_tokens.weight", table, ("vocab", None)),
+        embed=Dense(_whole(names.prefix + "embed_tokens.weight", table, ("vocab", None))),
         layers=[_layer(spec, layer, f"{names.prefix}layers.{i}.") for i, layer in enumerate(spec.layers)],
         norm=_norm(names.prefix + "norm", width),
         head=head,
@@ -140,9 +130,9 @@ def _layer(spec: ModelSpec, layer: Layer, prefix: str) -> LayerWeights:
 
     return LayerWeights(
         attn_norm=_norm(prefix + norms.attn, width),
-        qkv=_qkv(spec, prefix + "self_attn.", "weight", (width,)),
+        qkv=Dense(_qkv(spec, prefix + "self_attn.", "weight", (width,)), num_outputs=3),
         qkv_bias=_qkv(spec, prefix + "self_attn.", "bias", ()) if spec.qkv_bias else None,
-        out=_out(spec, prefix + "self_attn.o_proj.weight"),
+        out=Dense(_out(spec, prefix + "self_attn.o_proj.weight")),
         out_bias=_whole(prefix + "self_attn.o_proj.bias", (width,), (None,)) if spec.out_bias else None,
         attn_post_norm=optional_norm(norms.attn_post),
         ffn_norm=_norm(prefix + norms.ffn, width),
@@ -213,54 +203,47 @@ def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
     experts = layer.experts
     if experts is None:
         return _dense(spec, prefix, layer.ffn_size)
-    stacked = spec.names.stacked_experts
     shared = experts.shared_size
     width, num, size = spec.hidden_size, experts.num, experts.size
-    router = "router.weight" if stacked else "gate.weight"
-    gate_up = _stacked_gate_up(prefix, num, size, width) if stacked else _gate_ups(prefix, num, size, width)
-    down = (
-        (Piece(prefix + "experts.down_proj", (num, size, width), (num, size, width), order=(0, 2, 1)),)
-        if stacked
-        else tuple(
-            Piece(f"{prefix}experts.{e}.w2.weight", (width, size), (width, size), (e,)) for e in range(num)
-        )
-    )
+    pieces = _stacked if spec.names.stacked_experts else _apart
+    gate_up, down = pieces(spec.names, prefix + "experts", num, size, width)
     return FeedForward(
         gate_up=Param((num, 2, size, width), (None, None, "ffn", None), gate_up),
         down=Param((num, width, size), (None, None, "ffn"), down),
-        router=_whole(prefix + router, (num, width), (None, None)),
+        router=_whole(f"{prefix}{spec.names.router}.weight", (num, width), (None, None)),
         shared=None if shared is None else _dense(spec, prefix + "shared_expert.", shared),
     )
 
 
-def _gate_ups(prefix: str, num: int, size: int, width: int) -> tuple[Piece, ...]:
-    return tuple(
-        Piece(f"{prefix}experts.{e}.{name}.weight", (size, width), (size, width), (e, half))
-        for e in range(num)
-        for half, name in enumerate(("w1", "w3"))
-    )
+Pieces = tuple[Piece, ...]
 
 
-def _stacked_gate_up(prefix: str, num: int, size: int, width: int) -> tuple[Piece, ...]:
-    shape, view = (num, width, 2 * size), (num, width, size)
-    return tuple(
-        Piece(
-            prefix + "experts.gate_up_proj",
-            shape,
-            view,
-            (slice(None), half),
-            (2, half * size),
-            (0, 2, 1),
-        )
+def _apart(names: CheckpointNames, prefix: str, num: int, size: int, width: int) -> tuple[Pieces, Pieces]:
+    """Gates with ups, and downs, of experts in tensors of their own."""
+
+    def piece(expert: int, part: int, shape: tuple[int, int], *to: int) -> Piece:
+        return Piece(f"{prefix}.{expert}.{names.expert[part]}.weight", shape, shape, (expert, *to))
+
+    gate_up = tuple(piece(e, half, (size, width), half) for e in range(num) for half in (0, 1))
+    return gate_up, tuple(piece(e, 2, (width, size)) for e in range(num))
+
+
+def _stacked(names: CheckpointNames, prefix: str, num: int, size: int, width: int) -> tuple[Pieces, Pieces]:
+    """The same of experts in one tensor, inputs first."""
+    shape, half_shape, order = (num, width, 2 * size), (num, width, size), (0, 2, 1)
+    gate_up = tuple(
+        Piece(prefix + ".gate_up_proj", shape, half_shape, (slice(None), half), (2, half * size), order)
         for half in (0, 1)
     )
+    stored = (num, size, width)
+    return gate_up, (Piece(prefix + ".down_proj", stored, stored, order=order),)
 
 
 def _dense(spec: ModelSpec, prefix: str, size: int) -> FeedForward:
     width, bias = spec.hidden_size, spec.ffn_bias
     return FeedForward(
-        gate_up=_gate_up(spec, prefix, "weight", size, (width,)),
-        down=_whole(prefix + "down_proj.weight", (width, size), (None, "ffn")),
+        gate_up=Dense(_gate_up(spec, prefix, "weight", size, (width,)), num_outputs=2),
+        down=Dense(_whole(prefix + "down_proj.weight", (width, size), (None, "ffn"))),
         gate_up_bias=_gate_up(spec, prefix, "bias", size, ()) if bias else None,
         down_bias=_whole(prefix + "down_proj.bias", (width,), (None,)) if bias else None,
     )

@@ -75,6 +75,8 @@ class CheckpointNames:
     ffn: str = "mlp"
     norms: NormNames = LLAMA_NORMS
     fused: bool = False  # one qkv_proj and one gate_up_proj tensor (Phi-3)
+    router: str = "gate"
+    expert: tuple[str, str, str] = ("w1", "w3", "w2")  # gate, up and down of an expert that is on its own
     stacked_experts: bool = False  # experts in one tensor, input axis first (Llama 4)
 
 

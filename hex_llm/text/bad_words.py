@@ -40,7 +40,7 @@ class BadWords:
     last token of each, so that a token costs the same however many and long the sequences are."""
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        self._next: list[dict[int, int]] = [{}]
+        self.transitions: list[dict[int, int]] = [{}]  # of each state, by token
         self._ends: list[frozenset[int]] = [frozenset()]  # of each state
         self._shorter: list[int] = [0]  # the state of the longest proper end of what led to each state
         for ids in sequences:
@@ -50,9 +50,9 @@ class BadWords:
 
     def after(self, state: int, token_id: int) -> int:
         """The state after one more token; the first state is 0."""
-        while state and token_id not in self._next[state]:
+        while state and token_id not in self.transitions[state]:
             state = self._shorter[state]
-        return self._next[state].get(token_id, 0)
+        return self.transitions[state].get(token_id, 0)
 
     def forbidden(self, state: int) -> frozenset[int]:
         return self._ends[state]
@@ -60,20 +60,20 @@ class BadWords:
     def _state_of(self, ids: Sequence[int]) -> int:
         state = 0
         for token_id in ids:
-            if token_id not in self._next[state]:
-                self._next[state][token_id] = len(self._next)
-                self._next.append({})
+            if token_id not in self.transitions[state]:
+                self.transitions[state][token_id] = len(self.transitions)
+                self.transitions.append({})
                 self._ends.append(frozenset())
                 self._shorter.append(0)
-            state = self._next[state][token_id]
+            state = self.transitions[state][token_id]
         return state
 
     def _link(self) -> None:
         """Shorter states first: each builds on those of its ends."""
-        queue = deque(self._next[0].values())
+        queue = deque(self.transitions[0].values())
         while queue:
             state = queue.popleft()
-            for token_id, longer in self._next[state].items():
+            for token_id, longer in self.transitions[state].items():
                 self._shorter[longer] = self.after(self._shorter[state], token_id)
                 queue.append(longer)
             if ends := self._ends[self._shorter[state]]:

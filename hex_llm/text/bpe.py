@@ -25,6 +25,21 @@ QWEN2_SPLIT = _SPLIT % ""  # one digit at a time
 LLAMA3_SPLIT = _SPLIT % "{1,3}"
 
 
+def _byte_characters() -> dict[str, int]:
+    """The printable characters that stand for the 256 bytes in byte-level vocabularies."""
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
+
+
+def bytes_of(token: str) -> bytes | None:
+    """What a token of a byte-level vocabulary stands for; None: it is not spelled in those characters."""
+    return bytes(_BYTE_OF[char] for char in token) if all(char in _BYTE_OF for char in token) else None
+
+
 def byte_level(
     model: models.BPE,
     *,
@@ -113,9 +128,9 @@ _UTF8 = (*range(0xC0), *range(0xC2, 0xF5))  # the bytes that occur in it
 _KEEPING = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Sequence"}  # steps that leave nothing out
 
 
-def longest_token(tokenizer: Tokenizer, byte_of: Mapping[str, int]) -> tuple[int, bytes] | None:
+def longest_token(tokenizer: Tokenizer) -> tuple[int, bytes] | None:
     """Bytes of text that a token stands for at most, and the bytes that no token stands for, which are left
-    out; None: where this is not certain. `byte_of`: a byte-level vocabulary's characters."""
+    out; None: where this is not certain."""
     vocab, added = tokenizer.get_vocab(with_added_tokens=False), tokenizer.get_added_tokens_decoder()
     if not isinstance(tokenizer.model, models.BPE) or any(one.lstrip or one.rstrip for one in added.values()):
         return None
@@ -127,7 +142,7 @@ def longest_token(tokenizer: Tokenizer, byte_of: Mapping[str, int]) -> tuple[int
     lost = b""
     if "ByteLevel" in kinds:
         longest = max(map(len, vocab))
-        lost = bytes(byte for char, byte in byte_of.items() if char not in vocab)
+        lost = bytes(byte for char, byte in _BYTE_OF.items() if char not in vocab)
     elif all(f"<0x{byte:02X}>" in vocab for byte in _UTF8):
         longest = max(len(token.encode()) for token in vocab)
     else:

@@ -100,9 +100,9 @@ class GrammarFactory:
             return
         self._table = vocabulary.table()
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the longest unused first
-        self._num_bytes = 0
-        self._num_slow = 0
+        self.entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the longest unused first
+        self.num_bytes = 0  # of all entries that are done
+        self.num_slow = 0  # that wait for their second trial
         self.quick, self.slow = (Trial(vocabulary, seconds) for seconds in (QUICK_SECONDS, TRIAL_SECONDS))
         self._threads = {
             trial: ThreadPoolExecutor(1, "grammar", give_way, (BESIDE,)) for trial in (self.quick, self.slow)
@@ -122,12 +122,12 @@ class GrammarFactory:
             return done
         key = sha256(msgspec.json.encode(wanted)).digest()
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self.entries.get(key)
             if entry is None or (entry.refusal is not None and entry.until < time.monotonic()):
                 self._forget(key)
-                entry = self._entries[key] = _Entry(wanted)
+                entry = self.entries[key] = _Entry(wanted)
                 self._threads[self.quick].submit(self._try, key, entry, self.quick)
-            self._entries.move_to_end(key)
+            self.entries.move_to_end(key)
             if not entry.is_done:
                 entry.waiting.append(done)
                 return done
@@ -153,7 +153,7 @@ class GrammarFactory:
         """In the thread of this trial."""
         assert self._vocabulary is not None
         with self._lock:
-            self._num_slow -= trial is self.slow
+            self.num_slow -= trial is self.slow
             if all(one.cancelled() for one in entry.waiting):
                 self._forget(key)
                 return
@@ -176,11 +176,11 @@ class GrammarFactory:
 
     def _try_slowly(self, key: bytes, entry: _Entry) -> None:
         with self._lock:
-            if self._num_slow >= MAX_SLOW:
+            if self.num_slow >= MAX_SLOW:
                 raise QueueFull(
                     f"{_PARAM}: it takes long to compile, and {MAX_SLOW} others that do are waiting"
                 )
-            self._num_slow += 1
+            self.num_slow += 1
         self._threads[self.slow].submit(self._try, key, entry, self.slow)
 
     def _compiled(self, wanted: StructuredOutputs, answer: Answer) -> Compiled:
@@ -197,17 +197,17 @@ class GrammarFactory:
 
     def _keep(self, entry: _Entry) -> None:
         """Where there is no room, the longest unused are forgotten."""
-        self._num_bytes += entry.num_bytes
-        for key, one in list(self._entries.items()):
-            if self._num_bytes <= KEPT_BYTES:
+        self.num_bytes += entry.num_bytes
+        for key, one in list(self.entries.items()):
+            if self.num_bytes <= KEPT_BYTES:
                 return
             if one.is_done:
                 self._forget(key)
 
     def _forget(self, key: bytes) -> None:
-        entry = self._entries.pop(key, None)
+        entry = self.entries.pop(key, None)
         if entry is not None and entry.is_done:
-            self._num_bytes -= entry.num_bytes
+            self.num_bytes -= entry.num_bytes
 
 
 @dataclass(eq=False)

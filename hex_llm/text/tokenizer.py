@@ -129,10 +129,6 @@ class Tokenizer:
         return TokenTexts(self.codec, True)
 
     @property
-    def bos_id(self) -> int | None:
-        return self.codec.token_id(self.special_tokens.get("bos_token", ""))
-
-    @property
     def vocab_size(self) -> int:
         return self.codec.vocab_size
 
@@ -140,16 +136,6 @@ class Tokenizer:
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # SentencePiece's
 _BEGUN = "a"  # stands for the text before a token
 _LONG = 1024  # characters: `tokenizers` lets other threads run only while it encodes a batch
-
-
-def _byte_characters() -> dict[str, int]:
-    """The printable characters that stand for the 256 bytes in byte-level vocabularies."""
-    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_characters()
 
 
 class Fast:
@@ -168,7 +154,7 @@ class Fast:
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}
         self.prefix = self._running("▁a").removesuffix(self._join(["▁a"]))
-        self.longest = bpe.longest_token(tokenizer, _BYTES)
+        self.longest = bpe.longest_token(tokenizer)
 
     def token_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
@@ -200,9 +186,7 @@ class Fast:
             return text.encode()
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(match[1])
-        if all(char in _BYTES for char in token):
-            return bytes(_BYTES[char] for char in token)
-        return text.encode()
+        return bpe.bytes_of(token) or text.encode()
 
     def _running(self, token: str) -> str:
         return self._join([_BEGUN, token]).removeprefix(_BEGUN)

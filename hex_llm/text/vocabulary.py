@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from hex_llm.text.bpe import bytes_of
 from hex_llm.text.spm import Slow
 from hex_llm.text.tokenizer import Fast, Tokenizer
 
@@ -89,19 +90,6 @@ def _sentencepiece(token: str) -> bytes:
 
 
 def _byte_level(token: str) -> bytes:
-    """A token that is not spelled in the letters that stand for bytes is meant as it is."""
-    try:
-        return token.translate(_BYTES).encode("latin-1")
-    except UnicodeEncodeError:
-        return token.encode()
-
-
-def _letters_of_bytes() -> Mapping[int, int]:
-    """GPT-2's: the printable characters of Latin-1 are their own bytes, those from U+0100 on are the rest."""
-    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in plain]
-    no_letters = dict.fromkeys(others, 0xFFFF)
-    return no_letters | {0x100 + i: byte for i, byte in enumerate(others)}
-
-
-_BYTES = _letters_of_bytes()
+    """A token that is not spelled in the characters that stand for bytes is meant as it is."""
+    found = bytes_of(token)
+    return token.encode() if found is None else found

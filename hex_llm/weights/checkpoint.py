@@ -16,8 +16,9 @@ class Tensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def read(self, index: Slices) -> np.ndarray[Any, Any]:
-        """The values at `index`, in a fresh array; a file cut short raises ModelError."""
+    def read(self, index: Slices, integers: np.dtype[Any] | None = None) -> np.ndarray[Any, Any]:
+        """The values at `index`, in a fresh array: floats of any width, or those `integers`. ModelError: it
+        holds something else, or its file was cut short."""
         ...
 
 

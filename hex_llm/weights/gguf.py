@@ -224,14 +224,12 @@ def _rope_scaling(keys: _Keys, tensors: Tensors) -> Config | None:
             _factors(tensors, f"rope_factors_{name}.weight", keys.path) for name in ("long", "short")
         )
         return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
-    if (
-        "rope_freqs.weight" in tensors
-    ):  # what conversion makes of Llama 3.1's scaling: each frequency's divisor
+    # What conversion makes of Llama 3.1's scaling: each frequency's divisor.
+    if "rope_freqs.weight" in tensors:
         return {"rope_type": "factors", "factors": _factors(tensors, "rope_freqs.weight", keys.path)}
     kind = keys.text("rope.scaling.type", "linear")
-    factor = keys.number(
-        "rope.scaling.factor", keys.number("rope.scale_linear", 1.0)
-    )  # the latter: files of 2023
+    # The latter: files of 2023.
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind == "none" or factor == 1.0 or factor <= 0.0:
         return None
     if kind == "linear":

@@ -72,8 +72,11 @@ class GGUFTensor:
     def row_bytes(self) -> int:
         return self.shape[-1] // self.format.block * self.format.size
 
-    def read(self, index: Slices) -> Array:
-        """float32, or float16/bfloat16 where the file has them; decodes only the blocks `index` needs."""
+    def read(self, index: Slices, integers: np.dtype[Any] | None = None) -> Array:
+        """See checkpoint.Tensor. float32, or float16/bfloat16 where the file has them; decodes only the
+        blocks that `index` needs."""
+        if integers is not None:
+            raise ModelError(f"{self.path}: tensor {self.name} holds {self.format.name}, not {integers.name}")
         if len(self.shape) == 1:
             whole = self._read_rows(np.zeros(1, np.int64), slice(0, self.shape[0])).reshape(-1)
             return whole.take(self._rows_in_file(index[0]))

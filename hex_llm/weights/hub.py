@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import HfApi, constants, get_cached_repo_tree, is_offline_mode, set_client_factory
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, get_session, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import logging as hub_logging
-from huggingface_hub.utils._http import default_client_factory
 
 from hex_llm.errors import SourceError
 from hex_llm.weights.files import WantedFiles, choose, folder_or_gguf, like, refusals, some
@@ -55,18 +54,18 @@ def _hub(token: str | None) -> HfApi:
 @contextmanager
 def _bounded_hub(repo: str, revision: str | None) -> Iterator[None]:
     """Inside, the hub library gives up in seconds, logs nothing, and raises SourceError or a disk's error."""
-    if revision is not None and (
-        ".." in revision or revision.startswith("/")
-    ):  # it becomes a path in the cache
+    # It becomes a path in the cache.
+    if revision is not None and (".." in revision or revision.startswith("/")):
         raise SourceError(f"{revision!r} is no branch, tag or commit; check --revision")
     verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)
-    set_client_factory(_Patience(repo, revision).client)
+    usual = get_session()
+    set_client_factory(partial(_client_like, usual, _Patience(repo, revision)))
     try:
         with refusals(partial(_hub_problem, repo=repo, revision=revision)):
             yield
     finally:
-        set_client_factory(default_client_factory)
+        set_client_factory(partial(_client_like, usual))
         hub_logging.set_verbosity(verbosity)
 
 
@@ -82,12 +81,6 @@ class _Patience:
         self.num_sent: Counter[tuple[str, str, str | None]] = Counter()
         chosen = constants.HF_HUB_DOWNLOAD_TIMEOUT
         self.silence_s = SILENCE_S if chosen == constants.DEFAULT_DOWNLOAD_TIMEOUT else chosen
-
-    def client(self) -> httpx2.Client:
-        client = default_client_factory()
-        hooks = client.event_hooks
-        client.event_hooks = {"request": [*hooks["request"], self.sending], "response": [self.answered]}
-        return client
 
     def sending(self, request: httpx2.Request) -> None:
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), self.silence_s)
@@ -105,6 +98,16 @@ class _Patience:
             raise SourceError(_hub_refusal(status, None, self.repo, self.revision))
 
 
+def _client_like(usual: httpx2.Client, patience: _Patience | None = None) -> httpx2.Client:
+    """A new one each time: the hub library closes its client, and makes another, when a connection fails."""
+    client = type(usual)(follow_redirects=usual.follow_redirects, timeout=usual.timeout)
+    client.event_hooks = usual.event_hooks
+    if patience is not None:
+        client.event_hooks["request"].append(patience.sending)
+        client.event_hooks["response"].append(patience.answered)
+    return client
+
+
 def _asked(request: httpx2.Request) -> tuple[str, str, str | None]:
     return request.method, str(request.url), request.headers.get("range")
 
@@ -116,12 +119,12 @@ def _hub_problem(error: Exception, repo: str, revision: str | None) -> str:
             return _hub_refusal(cause.response.status_code, code, repo, revision)
     if isinstance(error, HFValidationError):
         return f"{repo!r} is no name of the hub; give org/name"
-    if is_offline_mode():
+    if constants.is_offline_mode():
         return (
             f"{repo} is not complete in the hub's cache and HF_HUB_OFFLINE is set; unset it once to fetch it"
         )
     return (
-        f"{repo} cannot be had from the hub ({type(error.__cause__ or error).__name__}); check the network "
+        f"{repo} is unavailable from the hub ({type(error.__cause__ or error).__name__}); check the network "
         "and HF_ENDPOINT and try again, or give a local folder"
     )
 

@@ -36,16 +36,15 @@ FLOATS = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
+INTEGERS = {f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)}
 # A file may hold these too, as long as they are not the model's weights.
 OTHERS = {
-    **dict.fromkeys(("C64", "I64", "U64"), 64),
-    **dict.fromkeys(("I32", "U32"), 32),
-    **dict.fromkeys(("I16", "U16"), 16),
-    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    "C64": 64,
+    **dict.fromkeys(("BOOL", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-BITS = OTHERS | {name: 8 * dtype.itemsize for name, dtype in FLOATS.items()}
+BITS = OTHERS | {name: 8 * dtype.itemsize for name, dtype in (FLOATS | INTEGERS).items()}
 
 Array = np.ndarray[Any, Any]
 
@@ -59,14 +58,16 @@ class SafeTensor:
     shape: tuple[int, ...]
     offset: int
 
-    def read(self, index: Slices) -> Array:
-        if self.dtype not in FLOATS:
+    def read(self, index: Slices, integers: np.dtype[Any] | None = None) -> Array:
+        """See checkpoint.Tensor."""
+        readable = FLOATS if integers is None else {k: v for k, v in INTEGERS.items() if v == integers}
+        if self.dtype not in readable:
             raise ModelError(
-                f"tensor {self.name!r:.120} holds {self.dtype}, but weights must be one of "
-                f"{', '.join(FLOATS)}: take an unquantized model"
+                f"tensor {self.name!r:.120} holds {self.dtype}, but these weights must be one of "
+                f"{', '.join(readable)}: take a model that is quantized as config.json says, or not at all"
             )
         cuts = [range(size)[cut] for cut, size in zip(index, self.shape, strict=True)]
-        out: Array = np.empty([len(cut) for cut in cuts], FLOATS[self.dtype])
+        out: Array = np.empty([len(cut) for cut in cuts], readable[self.dtype])
         if out.size:
             runs, starts = self._runs(cuts, out.itemsize)
             size = out.nbytes // runs

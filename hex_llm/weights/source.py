@@ -18,7 +18,6 @@ from hex_llm.errors import SourceError
 from hex_llm.weights.bucket import fetch_from_bucket
 from hex_llm.weights.default_model import fetch_default
 from hex_llm.weights.files import CONFIG, MODEL, TOKENIZER, WantedFiles, choose, disk_problem, folder_or_gguf
-from hex_llm.weights.hub import commit_of, fetch_from_hub
 
 HUB_NAME = re.compile(
     r"(?P<repo>(?:\w[\w.-]*/)?\w[\w.-]*)(?:@(?P<commit>[0-9a-f]{40}))?(?::(?P<file>.+\.gguf))?", re.ASCII
@@ -60,6 +59,8 @@ def _at_commit(model: str | None, config: EngineConfig) -> str | None:
     named = _hub_name(model) if model is not None else None
     if named is None or named["commit"]:
         return model
+    from hex_llm.weights.hub import commit_of
+
     with _disk_problems(model):
         commit = commit_of(named["repo"], config.revision, config.hf_token)
     return f"{named['repo']}@{commit}" + (f":{named['file']}" if named["file"] else "")
@@ -71,7 +72,7 @@ def _disk_problems(model: str | None) -> Iterator[None]:
         yield
     except OSError as error:
         raise SourceError(
-            f"{model or 'the embedded default model'} cannot be had: {disk_problem(error)}"
+            f"{model or 'the embedded default model'} is unavailable: {disk_problem(error)}"
         ) from error
 
 
@@ -79,6 +80,8 @@ def _fetch(
     model: str | None, revision: str | None, token: str | None, cache_dir: Path, wish: WantedFiles
 ) -> Path:
     if model is not None and (named := _hub_name(model)):
+        from hex_llm.weights.hub import fetch_from_hub  # 0.3 s that local models need not wait
+
         return fetch_from_hub(named["repo"], named["file"], named["commit"] or revision, token, wish)
     if revision is not None:
         raise SourceError(f"--revision {revision!r} is only for models of the hub; leave it out")

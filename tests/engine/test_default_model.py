@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hex_llm import LLM, SamplingParams
-from tests.engine.prompts import PROMPTS
 from tests.tiny import default_model, greedy_tokens
+from tools.prompts import PROMPTS
 
 NUM_TOKENS = 64
 

@@ -24,7 +24,7 @@ def test_product(num_rows: int, num_outputs: int, num_inputs: int) -> None:
     rng = np.random.default_rng(num_rows)
     x = rng.standard_normal((num_rows, num_inputs), dtype=np.float32)
     weight = rng.standard_normal((num_outputs, num_inputs), dtype=np.float32)
-    got = np.asarray(cpu.matmul(jnp.asarray(x), cpu.to_panels(jnp.asarray(weight), 1, WIDTH)))
+    got = np.asarray(cpu.to_panels(jnp.asarray(weight), 1, WIDTH).matmul(jnp.asarray(x)))
     expected = x.astype(np.float64) @ weight.astype(np.float64).T
     np.testing.assert_allclose(got, expected, atol=2e-6 * num_inputs**0.5 * 3)
 
@@ -34,9 +34,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((67, 700), dtype=np.float32))
     weight = cpu.to_panels(jnp.asarray(rng.standard_normal((100, 700), dtype=np.float32)), 1, WIDTH)
-    together = np.asarray(cpu.matmul(x, weight))
+    together = np.asarray(weight.matmul(x))
     for i in (0, 3, 4, 63, 64, 66):
-        np.testing.assert_array_equal(together[i], np.asarray(cpu.matmul(x[i : i + 1], weight))[0])
+        np.testing.assert_array_equal(together[i], np.asarray(weight.matmul(x[i : i + 1]))[0])
 
 
 @needs_compiler
@@ -45,8 +45,8 @@ def test_shapes_and_rows() -> None:
     panels = cpu.to_panels(weight, 2, WIDTH)
     x = jnp.ones((3, 12))
     expected = jnp.einsum("tij,abij->tab", x.reshape(3, 3, 4), weight)
-    np.testing.assert_allclose(cpu.matmul(x, panels), expected)
-    np.testing.assert_allclose(cpu.matmul(x, cpu.to_panels(weight, 2, WIDTH, turned=True)), expected)
+    np.testing.assert_allclose(panels.matmul(x), expected)
+    np.testing.assert_allclose(cpu.to_panels(weight, 2, WIDTH, turned=True).matmul(x), expected)
     np.testing.assert_array_equal(
         panels.rows(jnp.array([9, 0, 3])), weight.reshape(10, 12)[np.array([9, 0, 3])]
     )
@@ -59,12 +59,12 @@ def test_gated(num_rows: int) -> None:
     x = jnp.asarray(rng.standard_normal((num_rows, 50), dtype=np.float32)) * 10  # far out on both sides
     weight = jnp.asarray(rng.standard_normal((2 * WIDTH, 2, 50), dtype=np.float32))
     panels = cpu.to_panels(weight, 2, WIDTH, turned=True)
-    assert cpu.can_gate(panels)
-    assert not cpu.can_gate(cpu.to_panels(weight[:-1], 2, WIDTH, turned=True))
+    assert panels.can_gate
+    assert not cpu.to_panels(weight[:-1], 2, WIDTH, turned=True).can_gate
     gates, ups = np.einsum("td,fcd->ctf", np.float64(x), np.float64(weight))
     with np.errstate(over="ignore"):
         expected = gates / (1 + np.exp(-gates)) * ups
-    np.testing.assert_allclose(cpu.silu_gated(x, panels), expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(panels.gated(x, jax.nn.silu), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture

@@ -24,9 +24,10 @@ def test_groups_of_five_over_twice_as_many_devices(tiny: Tiny, tmp_path: Path) -
     flags = {"dtype": "float32", "max_model_len": 64, "num_blocks": 16, "skip_tokenizer_init": True}
     llm = LLM(model=tmp_path, tensor_parallel_size=4, **flags)
     layer: LayerWeights = llm.engine.stepper.runner.weights.layers[0]
-    assert layer.qkv.shape[:2] == (4, 3 + 2), "three queries with each copy of a KV head"
-    assert not layer.qkv[1::2, 2].any()
-    assert not layer.out[:, 1::2, 2].any()
+    qkv, out = layer.qkv.array, layer.out.array
+    assert qkv.shape[:2] == (4, 3 + 2), "three queries with each copy of a KV head"
+    assert not qkv[1::2, 2].any()
+    assert not out[:, 1::2, 2].any()
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    out = llm.generate(prompt_token_ids=[tiny.prompt()], sampling_params=params, use_tqdm=False)
-    assert out[0].outputs[0].token_ids == expected
+    outputs = llm.generate(prompt_token_ids=[tiny.prompt()], sampling_params=params, use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == expected

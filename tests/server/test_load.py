@@ -1,6 +1,6 @@
 """A real server under load: real sockets, a real worker process, many clients; only the engine is a stand-in.
 
-What is measured here is that nothing is lost. How fast the server is, `python -m tools.bench_http` tells.
+What is measured here is that nothing is lost. How fast the server is, tests/server/bench_http.py tells.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ import sentencepiece
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from hex_llm.text.tokenizer import Tokenizer
+
 TRAINING = [
     "The quick brown fox jumps over the lazy dog. It wasn't the first time, and we'll see it again.",
     "def add(x, y):\n    if x == 10:\n        return y + 123\n    return x + y\n",
@@ -96,3 +98,8 @@ def train_sentencepiece(path: Path, *, gemma: bool = False, kind: str = "bpe") -
 
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+
+
+def bos_id(tokenizer: Tokenizer) -> int | None:
+    """The token that begins a text, if there is one."""
+    return tokenizer.codec.token_id(tokenizer.special_tokens.get("bos_token", ""))

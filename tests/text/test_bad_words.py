@@ -112,7 +112,7 @@ def test_a_token_costs_the_same_however_long_the_words_are() -> None:
             visited += 1
             return super().__getitem__(state)
 
-    words._next = Counted(words._next)
+    words.transitions = Counted(words.transitions)
     state = 0
     for i in range(10_000):
         state = words.after(state, 3 if i % 50 == 49 else 1)

@@ -21,7 +21,7 @@ from hex_llm.text.tokenizer import Tokenizer, load_tokenizer
 from hex_llm.weights.gguf import gguf_tokenizer, open_gguf
 from hex_llm.weights.source import fetch
 from tests.server.fakes import FIRST_BYTE, byte_tokenizer
-from tests.text.corpus import TEXTS
+from tests.text.corpus import TEXTS, bos_id
 from tests.text.test_tokenizer import gemma, gemma_model_file, llama2, llama2_model_file, qwen2
 
 KINDS: dict[str, tuple[Callable[[Path], None], str] | None] = {
@@ -118,8 +118,8 @@ def test_text_continues_the_prompt(tokenizer: Tokenizer, kind: str) -> None:
 
 def test_prompts_without_text(tokenizer: Tokenizer, kind: str) -> None:
     word = plain(tokenizer, "the")
-    assert tokenizer.bos_id is not None or kind == "qwen2"
-    bos = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_ids[0]
+    assert bos_id(tokenizer) is not None or kind == "qwen2"
+    bos = bos_id(tokenizer) if bos_id(tokenizer) is not None else tokenizer.eos_ids[0]
     assert Detokenizer(tokenizer, PLAIN, [bos]).add(word) == "the"
     shown = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False), [bos])
     assert shown.add(word) == (" the" if kind in PREFIXED else "the")
@@ -223,7 +223,7 @@ def test_stop_strings_as_by_plain_search(tokenizer: Tokenizer, letters: list[int
 def pieces_of(tokenizer: Tokenizer, text: str, **params: object) -> tuple[list[str], Detokenizer]:
     """A token for each letter."""
     start = plain(tokenizer, "the")
-    detokenizer = Detokenizer(tokenizer, SamplingParams.from_dict({"max_tokens": None, **params}), start)
+    detokenizer = Detokenizer(tokenizer, SamplingParams(**{"max_tokens": None, **params}), start)
     return one_by_one(detokenizer, bytes_as_ids(tokenizer, text.encode())), detokenizer
 
 

@@ -165,7 +165,7 @@ def test_a_flood_of_bad_ones_delays_a_good_one_by_no_more_than_one_trial(default
     assert not all(one.done() for one in flood)
     refused = [one.exception(60) for one in flood]
     assert {type(error) for error in refused} == {InvalidRequest, QueueFull}
-    assert default.factory._num_slow == 0
+    assert default.factory.num_slow == 0
 
 
 def test_who_leaves_costs_no_trial(default: Setting) -> None:
@@ -217,9 +217,9 @@ def test_what_is_kept_is_bounded_in_bytes(default: Setting, monkeypatch: pytest.
     monkeypatch.setattr(grammar, "KEPT_BYTES", 5 << 20)
     for i in range(60):
         factory.compile(StructuredOutputs(choice=(f"word {i}",)))
-        assert factory._num_bytes <= 5 << 20
-    assert 1 < len(factory._entries) < 60
-    assert factory._num_bytes == sum(entry.num_bytes for entry in factory._entries.values())
+        assert factory.num_bytes <= 5 << 20
+    assert 1 < len(factory.entries) < 60
+    assert factory.num_bytes == sum(entry.num_bytes for entry in factory.entries.values())
     factory.close()
 
 

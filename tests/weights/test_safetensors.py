@@ -119,6 +119,19 @@ def test_other_types_are_refused_by_name_when_they_are_weights(dtype: str, size:
     assert dtype in message
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_integers_are_read_where_they_are_asked_for(dtype: str, tmp_path: Path) -> None:
+    packed = np.arange(24).reshape(4, 6).astype(dtype)
+    (tmp_path / MODEL).write_bytes(save({"packed": packed, "scales": CUBE}))
+    tensors = open_safetensors(tmp_path)
+    found = tensors["packed"].read((slice(1, 3), slice(2, 6)), np.dtype(dtype))
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, packed[1:3, 2:6])
+    for name, integers in (("packed", None), ("packed", np.dtype(bool)), ("scales", np.dtype(dtype))):
+        with pytest.raises(ModelError, match=f"'{name}' holds"):
+            tensors[name].read((slice(None),) * 2, integers)
+
+
 # ---- broken files
 
 BROKEN = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -106,10 +109,23 @@ def test_a_folder_without_weights_serves_where_none_are_wanted(
 def test_what_is_no_path_is_refused_without_asking_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    monkeypatch.setattr("hex_llm.weights.source.fetch_from_hub", None)
+    monkeypatch.setattr("hex_llm.weights.hub.fetch_from_hub", None)
     with pytest.raises(SourceError) as refused:
         fetch(model, cache_dir=tmp_path)
     assert_one_line(str(refused.value), "")
+
+
+def test_libraries_of_other_places_are_not_imported_for_a_local_model(tmp_path: Path) -> None:
+    write(tmp_path, {"model.safetensors": b"x"})
+    command = f"""
+import sys
+from pathlib import Path
+from hex_llm.weights.source import fetch
+path = Path({str(tmp_path)!r})
+assert fetch(str(path), cache_dir=path) == path
+assert not {{"huggingface_hub", "gcsfs"}} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", command], check=True)
 
 
 def test_odd_files_are_refused(tmp_path: Path) -> None:
@@ -242,7 +258,7 @@ def test_pickles_and_names_that_escape_are_refused(hub: Hub, child: Child) -> No
         (Fault(API, stall=-1), ["ReadTimeout", "check the network"]),
         (Fault(DOWNLOAD, stall=30_000), ["stopped half way", "try again"]),
         (Fault(API, cut=10), ["RemoteProtocolError", "check the network"]),
-        (Fault("", status=200), ["cannot be had from the hub", "HF_ENDPOINT"]),
+        (Fault("", status=200), ["is unavailable from the hub", "HF_ENDPOINT"]),
     ],
     ids=lambda value: (
         f"{value.where}-{value.status or value.cut or value.stall}" if isinstance(value, Fault) else ""
@@ -416,6 +432,15 @@ def test_one_failure_is_outlived(bucket: Bucket, tmp_path: Path) -> None:
     bucket.put(in_folder(MODEL))
     bucket.proxy.faults = [Fault("/o[?]", status=503, times=1), Fault("safetensors[?]", cut=30_000, times=1)]
     assert contents(fetch("gs://b/m", cache_dir=tmp_path / "cache")) == MODEL
+
+
+def test_what_the_bucket_takes_from_gcsfs_is_there() -> None:
+    """A method of its own, and the retries around it that can be taken away: what pyproject bounds it for."""
+    from gcsfs.core import GCSFileSystem
+
+    once = inspect.unwrap(GCSFileSystem._request)
+    assert once is not GCSFileSystem._request
+    assert list(inspect.signature(once).parameters)[:3] == ["self", "method", "path"]
 
 
 def test_a_slow_bucket_is_waited_for_but_not_a_silent_one(

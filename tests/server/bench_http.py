@@ -1,8 +1,9 @@
 """What the HTTP server costs for each token that it streams: its processor time, and the delay that it adds.
 
-Run by `python -m tools.bench_http` from the root. Real processes: the server, a stand-in engine at a given
-pace, and the clients, which share the machine. The delay is from the end of an engine's step to a client's
-having read the token; the engine gives all streams a token at once, so it counts the wait for the others'.
+Run by `python -m tests.server.bench_http` from the root. Real processes: the server, a stand-in engine at a
+given pace, and the clients, which share the machine. The delay is from the end of an engine's step to a
+client's having read the token; the engine gives all streams a token at once, so it counts the wait for the
+others'.
 """
 
 from __future__ import annotations

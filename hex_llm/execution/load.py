@@ -44,11 +44,8 @@ def load_weights(
     _check(checkpoint, (piece for param in params for piece in param.pieces))
     with ThreadPoolExecutor(NUM_READERS) as readers:
         load = partial(_load, checkpoint=checkpoint, mesh=mesh, dtype=dtype)
-        arrays = list(
-            tqdm(
-                readers.map(load, params), "Loading weights", len(params), disable=not progress, unit="tensor"
-            )
-        )
+        loaded = readers.map(load, params)
+        arrays = list(tqdm(loaded, "Loading weights", len(params), disable=not progress, unit="tensor"))
     weights: Weights = jax.tree.unflatten(tree, arrays)
     return weights
 
@@ -81,8 +78,11 @@ def _random(
 
 def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> None:
     """Refuses weights that the devices cannot hold, before anything is allocated."""
-    shards = (sharding(mesh, param.shape, param.axes).shard_shape(param.shape) for param in params)
-    needed = sum(map(math.prod, shards)) * dtype.itemsize
+    needed = sum(
+        math.prod(sharding(mesh, param.shape, param.axes).shard_shape(param.shape))
+        * (param.dtype or dtype).itemsize
+        for param in params
+    )
     free = free_bytes(list(mesh.local_devices))
     if free is not None and needed > free:
         raise ModelError(
@@ -119,7 +119,8 @@ def _check(checkpoint: Checkpoint, pieces: Iterable[Piece]) -> None:
 
 
 def _load(param: Param, checkpoint: Checkpoint, mesh: Mesh, dtype: np.dtype[Any]) -> jax.Array:
-    placed = sharding(mesh, param.shape, param.axes)
+    placed, dtype = sharding(mesh, param.shape, param.axes), param.dtype or dtype
+    integers = dtype if np.issubdtype(dtype, np.integer) else None
     parts: dict[str, Array] = {}  # devices that hold the same part share one read
     heads: dict[tuple[str, str], Array] = {}  # so do those that hold the same KV head
 
@@ -127,7 +128,7 @@ def _load(param: Param, checkpoint: Checkpoint, mesh: Mesh, dtype: np.dtype[Any]
         key = piece.name, str(stored)
         if key in heads:
             return heads[key]
-        values = checkpoint[piece.name].read(stored)
+        values = checkpoint[piece.name].read(stored, integers)
         if piece.repeat > 1:
             heads[key] = values
         return values

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import re
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from hex_llm.errors import ModelError
+from hex_llm.execution import load
+from hex_llm.execution.load import check_room, init_weights, load_weights
+from hex_llm.models import params
 from hex_llm.models.families import model_spec
-from hex_llm.models.params import FeedForward, Param, declared
+from hex_llm.models.linear import Dense
+from hex_llm.models.params import FeedForward, Param, Piece, declared
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import make_mesh
-from hex_llm.weights import load
 from hex_llm.weights.checkpoint import Slices
-from hex_llm.weights.load import check_room, init_weights, load_weights
+from hex_llm.weights.safetensors import open_safetensors
 
 F32 = np.dtype(np.float32)
 HEADS, KV_HEADS, HEAD, WIDTH, FFN, EXPERTS = 8, 2, 4, 16, 24, 3
@@ -57,7 +64,7 @@ class Memory:
         self.values, self.shape = values, values.shape
         self.reads = np.zeros(values.shape, int)
 
-    def read(self, index: Slices) -> np.ndarray:
+    def read(self, index: Slices, integers: Any = None) -> np.ndarray:
         self.reads[index] += 1
         return self.values[index].copy()
 
@@ -110,7 +117,8 @@ class Judge:
         return gate_up, np.stack([self(f"{e}w2.weight") for e in each])
 
 
-def assert_same(ours: jax.Array, whole: np.ndarray) -> None:
+def assert_same(ours: jax.Array | Dense, whole: np.ndarray) -> None:
+    ours = ours.array if isinstance(ours, Dense) else ours
     np.testing.assert_array_equal(ours, whole)
     for shard in ours.addressable_shards:
         np.testing.assert_array_equal(shard.data, whole[shard.index])
@@ -163,8 +171,35 @@ def test_every_device_holds_its_slice_and_no_byte_is_read_twice(family: str, dev
 def test_split_parameters_are_split() -> None:
     weights = load_weights(spec := spec_of("llama").split_over(8), checkpoint_of(spec), make_mesh(8), F32)
     layer = weights.layers[0]
-    for array in (weights.embed, layer.qkv, layer.qkv_bias, layer.out, layer.ffn.gate_up, layer.ffn.down):
+    split = (weights.embed, layer.qkv, layer.qkv_bias, layer.out, layer.ffn.gate_up, layer.ffn.down)
+    for array in jax.tree.leaves(split):
         assert math.prod(array.addressable_shards[0].data.shape) * 8 == array.size
+
+
+def test_the_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of params.py: a family declares it so, and these are the stretches that are read."""
+    example = doctest.DocTestParser().get_doctest(params.__doc__, vars(params), "example", None, None)
+    assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
+    qkv: Param = example.globs["qkv"]
+    changes = {"num_attention_heads": 4, "intermediate_size": 8}
+    spec = model_spec({"architectures": ["LlamaForCausalLM"], **BASE, **changes})
+    declared_one = params.abstract_weights(spec).layers[0].qkv.array
+    named = tuple(replace(piece, name=piece.name.split(".")[-2]) for piece in declared_one.pieces)
+    assert replace(declared_one, pieces=named) == qkv
+
+    read: set[tuple[str, int, int]] = set()
+
+    class Noted(Memory):
+        def read(self, index: Slices, integers: Any = None) -> np.ndarray:
+            read.add((name_of[self], index[0].start, index[0].stop))
+            return super().read(index, integers)
+
+    checkpoint = {piece.name: Noted(np.ones(piece.shape, F32)) for piece in qkv.pieces}
+    name_of = {tensor: name for name, tensor in checkpoint.items()}
+    monkeypatch.setattr(load, "declared", lambda _: ([qkv], jax.tree.structure(0)))
+    load_weights(spec, checkpoint, make_mesh(2), F32)
+    second = {("q_proj", 8, 16), ("k_proj", 4, 8), ("v_proj", 4, 8)}
+    assert read == {("q_proj", 0, 8), ("k_proj", 0, 4), ("v_proj", 0, 4)} | second
 
 
 def test_large_parameters_are_read_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +235,7 @@ def test_a_wrong_shape_is_named_with_the_right_one(shape: tuple[int, ...]) -> No
 
 def test_an_error_of_a_reader_comes_through() -> None:
     class Broken(Memory):
-        def read(self, index: Slices) -> np.ndarray:
+        def read(self, index: Slices, integers: Any = None) -> np.ndarray:
             raise ModelError("cut short")
 
     spec = spec_of("llama")
@@ -218,8 +253,51 @@ def test_values_are_converted(stored: str, wanted: str) -> None:
         tensor.values = tensor.values.astype(np.dtype(getattr(ml_dtypes, stored, stored)))
     weights = load_weights(spec, checkpoint, make_mesh(1), np.dtype(getattr(ml_dtypes, wanted, wanted)))
     values = checkpoint["model.embed_tokens.weight"].values
-    assert weights.embed.dtype == wanted
-    np.testing.assert_array_equal(weights.embed, values.astype(weights.embed.dtype))
+    embed = weights.embed.array
+    assert embed.dtype == wanted
+    np.testing.assert_array_equal(embed, values.astype(embed.dtype))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_parameters_have_the_types_that_they_declare(
+    devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a real file: integers as they are stored, floats in the declared type or in the model's."""
+    stored = {
+        "packed": np.random.default_rng(0).integers(-(2**31), 2**31, (8, 6), np.int32),
+        "scales": np.linspace(0, 1, 8, dtype=np.float16),
+        "weight": np.linspace(-1, 1, 8, dtype=np.float16),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    held = {"packed": np.dtype(np.int32), "scales": F32, "weight": None}
+
+    def params_of_types(**types: Any) -> dict[str, Param]:
+        return {
+            name: Param(
+                values.shape,
+                ("ffn", None)[: values.ndim],
+                (Piece(name, values.shape, values.shape),),
+                dtype=types[name],
+            )
+            for name, values in stored.items()
+        }
+
+    def loaded(**types: Any) -> Any:
+        tree = jax.tree.flatten(params_of_types(**types), is_leaf=lambda leaf: isinstance(leaf, Param))
+        monkeypatch.setattr(load, "declared", lambda _: tree)
+        half = np.dtype(ml_dtypes.bfloat16)
+        return load_weights(spec_of("llama"), open_safetensors(tmp_path), make_mesh(devices), half)
+
+    arrays = loaded(**held)
+    assert_same(arrays["packed"], stored["packed"])
+    assert_same(arrays["scales"], stored["scales"].astype(F32))
+    assert_same(arrays["weight"], stored["weight"].astype(ml_dtypes.bfloat16))
+    with pytest.raises(ModelError, match=r"'packed' holds I32, but .* one of F64, F32"):
+        loaded(**held | {"packed": None})
+    with pytest.raises(ModelError, match=r"'packed' holds I32, but .* one of U8"):
+        loaded(**held | {"packed": np.dtype(np.uint8)})
+    with pytest.raises(ModelError, match=r"'weight' holds F16, but .* one of I32"):
+        loaded(**held | {"weight": np.dtype(np.int32)})
 
 
 # ---- room
@@ -256,18 +334,18 @@ def test_what_cannot_fit_is_refused_before_anything_is_made() -> None:
 
 def test_room_is_what_the_fullest_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("llama-mqa").split_over(4)
-    params, mesh = params_of(spec), make_mesh(4)
+    all_params, mesh = params_of(spec), make_mesh(4)
     shards = load_weights(spec, checkpoint_of(spec), mesh, F32)
     needed = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(shards))
     for free in (needed, None):
         devices: Any = [Device(needed + 9), Device(free)]
         assert load.free_bytes(devices) == (needed + 9 if free is None else needed)
         monkeypatch.setattr(load, "free_bytes", lambda _, free=free: free)
-        check_room(params, mesh, F32)
+        check_room(all_params, mesh, F32)
         monkeypatch.undo()
     monkeypatch.setattr(load, "free_bytes", lambda _: needed - 1)
     with pytest.raises(ModelError):
-        check_room(params, mesh, F32)
+        check_room(all_params, mesh, F32)
 
 
 # ---- random weights
