@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+HIDDEN = -1e30  # a score that is not seen; finite, so that rows without any key yet stay numbers
+NO_PEAK = -1e20  # the maximum of no scores: far below any that is seen, far above HIDDEN
+
 
 class Mask(NamedTuple):
     """What a query sees besides being causal; None: everything before it."""

@@ -149,13 +149,13 @@ def _multiply_kernel(
     product: Product,
     num_blocks: int,
 ) -> None:
-    tiling, num_columns, depth = product.tiling, out_ref.shape[-1], x_ref.shape[1]
+    tiling, num_columns = product.tiling, out_ref.shape[-1]
     block, column_block = _tile(num_blocks, pl.cdiv(num_columns, tiling.columns), tiling.together)
     split = pl.program_id(1)
     expert, start, end = _rows_of(block, ends_ref, tiling.rows)
 
     @pl.when(start < end)
-    def _() -> None:
+    def multiply_tile() -> None:
         place = start + lax.iota(jnp.int32, tiling.rows)
         valid = place < end
         # Of a place that is not stored to, an interpreted store writes back what was there: let it be none.
@@ -168,21 +168,7 @@ def _multiply_kernel(
         else:
             source = jnp.minimum(lax.div(pair, product.per_token), len(x_ref) - 1)
             matrices = [here, num_columns + here]
-
-        def add(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-            deep = i * tiling.depth + lax.iota(jnp.int32, tiling.depth)
-            inside = None if depth % tiling.depth == 0 else deep < depth
-            rows = _read(x_ref, (), source, deep, inside)
-            return [
-                one + dot(rows, _read(weight_ref, (expert,), at, deep, inside).T)
-                for one, at in zip(sums, matrices, strict=True)
-            ]
-
-        length = pl.cdiv(pl.cdiv(depth, tiling.depth), tiling.splits)
-        first = split * length
-        last = jnp.minimum(first + length, pl.cdiv(depth, tiling.depth))
-        zeros = [jnp.zeros((tiling.rows, tiling.columns), jnp.float32) for _ in matrices]
-        sums = lax.fori_loop(first, last, add, zeros)
+        sums = _dots(x_ref, weight_ref, expert, source, matrices, split, tiling)
         if product.scaled:
             scale = plgpu.load(scores_ref.at[pair], mask=valid, other=0)
             sums = [one * scale[:, None] for one in sums]
@@ -193,6 +179,34 @@ def _multiply_kernel(
             out, at = product.activation(sums[0]) * sums[1], index_grid(place, column[None, :])
         mask = valid[:, None] & (column < num_columns)[None, :]
         plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=mask)
+
+
+def _dots(
+    x_ref: Any,
+    weight_ref: Any,
+    expert: jax.Array,
+    rows: jax.Array,
+    matrices: list[jax.Array],
+    split: jax.Array,
+    tiling: Tiling,
+) -> list[jax.Array]:
+    """x[rows] times weight[expert, matrix] for each matrix, over a split of the depth."""
+    depth = x_ref.shape[1]
+
+    def add(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        deep = i * tiling.depth + lax.iota(jnp.int32, tiling.depth)
+        inside = None if depth % tiling.depth == 0 else deep < depth
+        x = _read(x_ref, (), rows, deep, inside)
+        return [
+            one + dot(x, _read(weight_ref, (expert,), matrix, deep, inside).T)
+            for one, matrix in zip(sums, matrices, strict=True)
+        ]
+
+    length = pl.cdiv(pl.cdiv(depth, tiling.depth), tiling.splits)
+    first = split * length
+    last = jnp.minimum(first + length, pl.cdiv(depth, tiling.depth))
+    zeros = [jnp.zeros((tiling.rows, tiling.columns), jnp.float32) for _ in matrices]
+    return lax.fori_loop(first, last, add, zeros)
 
 
 def _tile(num_blocks: int, num_columns: int, together: int) -> tuple[jax.Array, jax.Array]:

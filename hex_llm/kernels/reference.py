@@ -14,13 +14,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Batch, Mask
 
 DECODE_STRETCH = 256  # keys of each sequence scored at a time
 PREFILL_STRETCH = 128
 QUERY_BLOCK = 128  # prefill rows scored at a time
-HIDDEN = -1e30  # a score that is not seen; finite, so that rows without any key yet stay numbers
-NO_PEAK = -1e20  # the maximum of no scores: far below any that is seen, far above HIDDEN
 
 # (weights' running maximum, their running sum, the running sum of weighted values)
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
