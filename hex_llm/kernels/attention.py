@@ -21,7 +21,7 @@ class Mask(NamedTuple):
     """What a query sees besides being causal; None: everything before it."""
 
     window: int | None = None  # the last `window` tokens, itself included
-    chunk: int | None = None  # its own stretch of `chunk` positions
+    attention_chunk: int | None = None  # its own stretch of `attention_chunk` positions
 
 
 def first_key(position: jax.Array, mask: Mask) -> jax.Array:
@@ -29,8 +29,8 @@ def first_key(position: jax.Array, mask: Mask) -> jax.Array:
     first = jnp.zeros_like(position)
     if mask.window is not None:
         first = jnp.maximum(position - mask.window + 1, 0)
-    if mask.chunk is not None:
-        first = jnp.maximum(first, lax.div(position, mask.chunk) * mask.chunk)
+    if mask.attention_chunk is not None:
+        first = jnp.maximum(first, lax.div(position, mask.attention_chunk) * mask.attention_chunk)
     return first
 
 
@@ -43,7 +43,7 @@ class Batch:
 
     positions: jax.Array  # [T] position of each token in its sequence
     sequences: jax.Array  # [T] row of each token in decode_tables, then prefill_tables
-    slots: jax.Array  # [T] where its K and V go: block * block size + offset
+    kv_slots: jax.Array  # [T] where its K and V go: block * block size + offset
     decode_tables: jax.Array  # [S_d, B] block ids, in order of position
     prefill_tables: jax.Array  # [S_p, B]
 

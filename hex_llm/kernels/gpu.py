@@ -30,8 +30,8 @@ MIN_CUDNN_ROWS = 6144  # fewer rows: our own kernel is as fast, and sooner compi
 def can_attend(group: int, head_dim: int, dtype: Any) -> bool:
     """Whether the kernels here are for models like this; `dtype` is that of queries and pages alike. What
     they are not for, the reference does."""
-    known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-    return known and group <= MAX_GROUP and head_dim % 8 == 0 and MIN_DOT <= head_dim <= MAX_HEAD_DIM
+    dtype_fits = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+    return dtype_fits and group <= MAX_GROUP and head_dim % 8 == 0 and MIN_DOT <= head_dim <= MAX_HEAD_DIM
 
 
 def paged_attention(
@@ -47,7 +47,7 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
     are exact, and there a row's result does not depend on the others of the batch."""
-    pages, semaphores = write_kv(k, v, pages, batch.slots)
+    pages, semaphores = write_kv(k, v, pages, batch.kv_slots)
     options = Options(mask, scale, softcap)
     num_decode = len(batch.decode_tables)
     parts = []
@@ -56,7 +56,9 @@ def paged_attention(
         rows = (q[:num_decode], batch.positions[:num_decode], None)
         parts.append(attend(*rows, pages, batch.decode_tables, semaphores[:num_decode], options, tiling))
     if len(batch.prefill_tables):
-        rest = [x[num_decode:] for x in (q, k, v, semaphores, batch.positions, batch.sequences, batch.slots)]
+        rest = [
+            x[num_decode:] for x in (q, k, v, semaphores, batch.positions, batch.sequences, batch.kv_slots)
+        ]
         q, k, v, semaphores, positions, sequences, slots = rest
         arguments = (pages, batch.prefill_tables, semaphores, options)
         sequences, tiling = sequences - num_decode, prefill_tiling(q, pages, batch.prefill_tables)
@@ -76,7 +78,7 @@ def cudnn_begins(q: jax.Array, pages: jax.Array, options: Options) -> bool:
         num_rows >= MIN_CUDNN_ROWS
         and q.dtype == pages.dtype == jnp.bfloat16
         and options.softcap is None
-        and options.mask.chunk is None
+        and options.mask.attention_chunk is None
         and gpu_cudnn.can_attend(*kind)
     )
 

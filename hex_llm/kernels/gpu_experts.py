@@ -49,8 +49,8 @@ class Product:
 
 def can_fuse(activation: str, dtype: Any) -> bool:
     """Whether the kernel is for models like this. What it is not for, `experts.dense` does."""
-    known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-    return known and activation in ("silu", "gelu_tanh")  # Triton has no word for the other gelu
+    dtype_fits = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+    return dtype_fits and activation in ("silu", "gelu_tanh")  # Triton has no word for the other gelu
 
 
 def fused_moe(
@@ -228,12 +228,12 @@ def _rows_of(block: jax.Array, ends_ref: Any, rows: int) -> tuple[jax.Array, jax
     start = jnp.where(expert == 0, 0, ends_ref[jnp.clip(expert - 1, 0, num_experts - 1)])
     num_blocks = pl.cdiv(end - start, rows)
     before = lax.cumsum(num_blocks) <= block
-    found = jnp.sum(before.astype(jnp.int32))
-    own = jnp.minimum(found, num_experts - 1)
+    index = jnp.sum(before.astype(jnp.int32))
+    own = jnp.minimum(index, num_experts - 1)
     block -= jnp.sum(jnp.where(before, num_blocks, 0))
     first = jnp.where(own == 0, 0, ends_ref[jnp.maximum(own - 1, 0)]) + block * rows
     last = jnp.minimum(ends_ref[own], first + rows)
-    return own, first, jnp.where(found < num_experts, last, first)
+    return own, first, jnp.where(index < num_experts, last, first)
 
 
 def _read(

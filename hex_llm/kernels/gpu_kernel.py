@@ -163,8 +163,8 @@ def attend(
         parts = jax.ShapeDtypeStruct((tiling.splits, num_rows, width), jnp.float32)
         totals = jax.ShapeDtypeStruct((tiling.splits, num_rows, num_kv_heads * group), jnp.float32)
         outputs = Outputs(outputs.out, semaphores, parts, totals)
-    settings = {"group": group, "block_size": pages.shape[1], "options": options, "tiling": tiling}
-    kernel: Any = partial(_attend_kernel, head_dim=head_dim, **settings)
+    settings: Any = {"group": group, "block_size": pages.shape[1], "options": options, "tiling": tiling}
+    kernel = partial(_attend_kernel, head_dim=head_dim, **settings)
     # Splits come last: a program without keys waits for room as any other does, so let it hold up none.
     grid = (num_kv_heads, num_rows if starts is None else len(starts) - 1, tiling.splits)
     [results] = launched(kernel, grid, [outputs], tiling.warps, tiling.stages, aliases)(inputs)
@@ -269,7 +269,7 @@ def _store_part(program: Program, block: Block, running: Softmax) -> None:
     plgpu.store(outputs.parts.at[(program.split, *index_grid(block.row, block.at))], part, mask=block.mask)
     logs = peak * _factor(program.options) + jnp.log2(total)
     plgpu.store(outputs.totals.at[program.split, block.row, block.head], logs, mask=block.valid)
-    if not _interpreted():
+    if not interpreted():
         plgpu.debug_barrier()
     num_ended = plgpu.atomic_add(outputs.semaphores.at[block.start, program.head], (), jnp.int32(1))
     is_last = num_ended == block.num_splits - 1
@@ -353,7 +353,7 @@ def _accumulate(
         scores = jnp.tanh(scores * (options.scale / options.softcap)) * options.softcap
     if visible is not None:
         scores = jnp.where(visible, scores, HIDDEN)
-    exp2 = _fast_exp2 if values.dtype != jnp.float32 and not _interpreted() else jnp.exp2
+    exp2 = _fast_exp2 if values.dtype != jnp.float32 and not interpreted() else jnp.exp2
     factor, new_peak = _factor(options), jnp.maximum(peak, jnp.max(scores, axis=1))
     weights = exp2(scores * factor - (new_peak * factor)[:, None])  # exactly 0 where hidden
     shrink = exp2((peak - new_peak) * factor)
@@ -423,11 +423,11 @@ def launched(
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out),
         input_output_aliases=aliases or {},
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=_interpreted(),
+        interpret=interpreted(),
     )
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
     return jax.default_backend() == "cpu"
 
 

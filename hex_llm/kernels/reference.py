@@ -36,7 +36,7 @@ def paged_attention(
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """See kernels.attention.PagedAttention."""
-    pages = write_kv(k, v, pages, batch.slots)
+    pages = write_kv(k, v, pages, batch.kv_slots)
     q = q * scale
     num_decode = len(batch.decode_tables)
     positions, sequences = batch.positions, batch.sequences - num_decode
@@ -109,10 +109,10 @@ def _prefill(
             weighted = lambda weights: jnp.einsum("kgtc,kch->kgth", weights, seen)  # noqa: E731
             return _accumulate(running, _capped(scores, softcap), visible, weighted)
 
-        def visit(sequence: jax.Array, running: Softmax) -> Softmax:
+        def attend_to(sequence: jax.Array, running: Softmax) -> Softmax:
             return jax.lax.fori_loop(0, num_stretches[sequence], partial(add, sequence), running)
 
-        return _finish(jax.lax.fori_loop(0, num_seqs, visit, _start(q)), q).transpose(2, 0, 1, 3)
+        return _finish(jax.lax.fori_loop(0, num_seqs, attend_to, _start(q)), q).transpose(2, 0, 1, 3)
 
     q = rows[0]
     if len(q) <= QUERY_BLOCK or len(q) % QUERY_BLOCK:
@@ -147,8 +147,8 @@ def _visible(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
     seen = key <= query
     if mask.window is not None:
         seen &= query - key < mask.window
-    if mask.chunk is not None:
-        seen &= query // mask.chunk == key // mask.chunk
+    if mask.attention_chunk is not None:
+        seen &= query // mask.attention_chunk == key // mask.attention_chunk
     return seen
 
 

@@ -45,9 +45,11 @@ def can_attend(num_kv_heads: int, head_dim: int, block_size: int, masks: Iterabl
     """Whether the kernel is for models like this; `num_kv_heads` are those of one device. What it is not for,
     the reference does."""
     pages_fit = block_size <= MOST_KEYS_OF_A_PAGE or block_size % MOST_KEYS_OF_A_PAGE == 0
-    whole_chunks = all(mask.chunk is None or mask.chunk % block_size == 0 for mask in masks)
+    whole_chunks = all(
+        mask.attention_chunk is None or mask.attention_chunk % block_size == 0 for mask in masks
+    )
     head_dim = padded_head_dim(head_dim)
-    together = num_kv_heads // _num_apart(num_kv_heads, head_dim)
+    together = num_kv_heads // num_apart(num_kv_heads, head_dim)
     keys_fit = _keys_at_once(together, head_dim) >= min(block_size, MOST_KEYS_OF_A_PAGE)
     return jnp.dtype(dtype) == jnp.bfloat16 and pages_fit and whole_chunks and keys_fit
 
@@ -73,9 +75,9 @@ def paged_attention(
     head_dim, shape = q.shape[-1], pages.shape
     q, k, v = (_padded(x, shape[-1]) for x in (q, k, v))
     num_blocks, block_size, num_kv_heads = shape[:3]
-    apart = _num_apart(num_kv_heads, shape[-1])
+    apart = num_apart(num_kv_heads, shape[-1])
     pages = pages.reshape(num_blocks * apart, block_size, num_kv_heads // apart, 2, shape[-1])
-    pages = _write(k, v, pages, batch.slots)
+    pages = _write(k, v, pages, batch.kv_slots)
     options = {"sm_scale": scale, "sliding_window": mask.window, "soft_cap": softcap}
     num_decode = len(batch.decode_tables)
     parts = []
@@ -83,7 +85,7 @@ def paged_attention(
         parts.append(_decode(q[:num_decode], pages, batch, mask, options))
     if len(batch.prefill_tables):
         rows = (batch.positions[num_decode:], batch.sequences[num_decode:] - num_decode)
-        is_real = batch.slots[num_decode:] >= block_size  # block 0 is nobody's
+        is_real = batch.kv_slots[num_decode:] >= block_size  # block 0 is nobody's
         runs = prefill_runs(*rows, is_real, batch.prefill_tables, mask, block_size)
         out = _prefill(q[num_decode:], pages, runs, options)
         # The kernel leaves rows that are in no run as they were in its memory.
@@ -128,7 +130,7 @@ def _prefill(q: jax.Array, pages: jax.Array, runs: Runs, options: dict[str, Any]
     return jnp.concatenate(parts, axis=1)
 
 
-def _num_apart(num_kv_heads: int, head_dim: int) -> int:
+def num_apart(num_kv_heads: int, head_dim: int) -> int:
     """Into how many pages the KV heads of a block are divided: the fewest that the kernel can read."""
 
     def fits(together: int) -> bool:
@@ -170,9 +172,9 @@ def prefill_runs(
     is a run, or, where it crosses from one chunk to the next, several."""
     num_rows, most = len(positions), len(tables)
     begins = is_real & (sequences != jnp.roll(sequences, 1))
-    if mask.chunk is not None:
-        begins |= is_real & (positions % mask.chunk == 0)
-        most = min(2 * most + num_rows // mask.chunk, num_rows)
+    if mask.attention_chunk is not None:
+        begins |= is_real & (positions % mask.attention_chunk == 0)
+        most = min(2 * most + num_rows // mask.attention_chunk, num_rows)
     # There is always one, even if all is padding: the kernel reads ahead for it in any case.
     begins = begins.at[0].set(True)
     num_real = jnp.maximum(is_real.sum(dtype=jnp.int32), 1)
@@ -200,8 +202,8 @@ def _width(tables: jax.Array, num_rows: int, mask: Mask, block_size: int) -> int
     width = tables.shape[1]
     if mask.window is not None:
         width = min(width, (mask.window + num_rows + block_size - 3) // block_size + 1)
-    if mask.chunk is not None:
-        width = min(width, mask.chunk // block_size)
+    if mask.attention_chunk is not None:
+        width = min(width, mask.attention_chunk // block_size)
     return width
 
 
