@@ -137,9 +137,9 @@ def panel_width() -> int | None:
     return int(library.hex_llm_panel_width())
 
 
-def is_ours(folder: Path) -> bool:
-    """Makes it if need be; false where anyone but this user can put files there, or another folder in its
-    place: what is loaded from there runs as this user."""
+def claim_folder(folder: Path) -> bool:
+    """Makes it where it is missing; false where anyone but this user can put files there, or another folder
+    in its place: what is loaded from there runs as this user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     own, parent = folder.stat(), folder.resolve().parent.stat()
     if own.st_uid != os.getuid() or own.st_mode & 0o022:
@@ -150,7 +150,7 @@ def is_ours(folder: Path) -> bool:
 
 def _load_library() -> ctypes.CDLL:
     kept = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if kept and "://" not in kept and is_ours(Path(kept)):
+    if kept and "://" not in kept and claim_folder(Path(kept)):
         return ctypes.CDLL(str(_compile(Path(kept))))
     with tempfile.TemporaryDirectory() as fresh:  # once loaded, the file is not needed
         return ctypes.CDLL(str(_compile(Path(fresh))))

@@ -18,7 +18,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 class RoutedExperts(Protocol):
-    """Lets every token visit the experts that it chose, and adds up what they say."""
+    """Runs every token through the experts that it chose, and combines their outputs."""
 
     def __call__(
         self,
@@ -29,7 +29,7 @@ class RoutedExperts(Protocol):
         down: Any,  # [E, D, F]
         *,
         activation: Activation,
-        scale_input: bool,  # scores scale what experts are told, not what they say
+        scale_input: bool,  # scores scale the inputs of experts, not their outputs
     ) -> jax.Array:
         """[T, D]"""
         ...

@@ -33,7 +33,7 @@ class Pin:
 
     def refusal(self, cause: str) -> SourceError:
         return SourceError(
-            f"the embedded default model (out of {self.requirement}) cannot be had: {cause}, "
+            f"the embedded default model (out of {self.requirement}) is unavailable: {cause}, "
             "or name another model with --model"
         )
 

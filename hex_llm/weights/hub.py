@@ -121,7 +121,7 @@ def _hub_problem(error: Exception, repo: str, revision: str | None) -> str:
             f"{repo} is not complete in the hub's cache and HF_HUB_OFFLINE is set; unset it once to fetch it"
         )
     return (
-        f"{repo} cannot be had from the hub ({type(error.__cause__ or error).__name__}); check the network "
+        f"{repo} is unavailable from the hub ({type(error.__cause__ or error).__name__}); check the network "
         "and HF_ENDPOINT and try again, or give a local folder"
     )
 

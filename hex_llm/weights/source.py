@@ -71,7 +71,7 @@ def _disk_problems(model: str | None) -> Iterator[None]:
         yield
     except OSError as error:
         raise SourceError(
-            f"{model or 'the embedded default model'} cannot be had: {disk_problem(error)}"
+            f"{model or 'the embedded default model'} is unavailable: {disk_problem(error)}"
         ) from error
 
 

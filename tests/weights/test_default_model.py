@@ -152,6 +152,6 @@ def test_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = (sys.executable, "-c", "raise SystemExit('ERROR: [Errno 28] No space left on device')")
     monkeypatch.setattr(source, "fetch_default", partial(fetch_default, command=full))
     with pytest.raises(
-        SourceError, match=r"embedded default model cannot be had: the disk is full; make room"
+        SourceError, match=r"embedded default model is unavailable: the disk is full; make room"
     ):
         fetch(None, cache_dir=cache)

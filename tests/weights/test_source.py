@@ -242,7 +242,7 @@ def test_pickles_and_names_that_escape_are_refused(hub: Hub, child: Child) -> No
         (Fault(API, stall=-1), ["ReadTimeout", "check the network"]),
         (Fault(DOWNLOAD, stall=30_000), ["stopped half way", "try again"]),
         (Fault(API, cut=10), ["RemoteProtocolError", "check the network"]),
-        (Fault("", status=200), ["cannot be had from the hub", "HF_ENDPOINT"]),
+        (Fault("", status=200), ["is unavailable from the hub", "HF_ENDPOINT"]),
     ],
     ids=lambda value: (
         f"{value.where}-{value.status or value.cut or value.stall}" if isinstance(value, Fault) else ""
