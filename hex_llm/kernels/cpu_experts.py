@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental.pallas import cdiv
 
 from hex_llm.kernels import cpu
@@ -18,15 +17,15 @@ FEW_ROWS, MANY_ROWS = 8, 32  # of a block
 
 
 def fused_moe(
-    x: jax.Array,
-    chosen: jax.Array,
-    scores: jax.Array,
+    x: Array,
+    chosen: Array,
+    scores: Array,
     gate_up: tuple[Panels, ...],
     down: tuple[Panels, ...],
     *,
     activation: Activation,
     scale_input: bool,
-) -> jax.Array:
+) -> Array:
     """See kernels.experts.RoutedExperts; each expert's matrices are in panels of their own."""
     num_tokens, per_token = chosen.shape
     num_pairs = chosen.size
@@ -36,7 +35,7 @@ def fused_moe(
     pairs = jnp.pad(order, (0, num_rows))
     scale = scores.reshape(-1, 1)
 
-    def run_expert(expert: int, start: jax.Array, i: jax.Array, expert_out: jax.Array) -> jax.Array:
+    def run_expert(expert: int, start: Array, i: Array, expert_out: Array) -> Array:
         first = start + i * num_rows
         block = lax.dynamic_slice_in_dim(pairs, first, num_rows)
         # A single token is the same in every block: without a barrier XLA would run all experts beforehand.

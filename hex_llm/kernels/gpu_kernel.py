@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -28,7 +28,7 @@ LAST = 2**31 - 1  # after every position
 LOG2_E = math.log2(math.e)
 
 # (scores' running maximum, their weights' running sum, the running sum of weighted values)
-Softmax = tuple[jax.Array, jax.Array, jax.Array]
+Softmax = tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Options:
 class PartialSoftmax(NamedTuple):
     """Attention of rows to the keys of their own step, to be continued over those before it."""
 
-    out: jax.Array  # [T, K, G, H]
-    logs: jax.Array  # [S, K * G, T] log of the sum of a row's weights, at its place in its sequence's rows
-    cached: jax.Array  # [blocks of rows] keys of the sequence before the step; -1: padding, which becomes 0
+    out: Array  # [T, K, G, H]
+    logs: Array  # [S, K * G, T] log of the sum of a row's weights, at its place in its sequence's rows
+    cached: Array  # [blocks of rows] keys of the sequence before the step; -1: padding, which becomes 0
 
 
-def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> tuple[Array, Array]:
     """The pages with k and v [T, K, H] at the slots, in place where the pages are donated; and semaphores
     [T, K], all 0: splits draw them at their block's first row to learn which of them ends last."""
     num_rows, num_kv_heads, head_dim = k.shape
@@ -104,10 +104,10 @@ class Outputs(NamedTuple):
 class Program(NamedTuple):
     inputs: Inputs
     outputs: Outputs
-    head: jax.Array  # of K and V
-    split: jax.Array
-    column: jax.Array  # [C] of a head
-    inside: jax.Array | None  # [C] whether a head has that column; None: all
+    head: Array  # of K and V
+    split: Array
+    column: Array  # [C] of a head
+    inside: Array | None  # [C] whether a head has that column; None: all
     head_dim: int
     group: int
     block_size: int
@@ -119,33 +119,33 @@ class Block(NamedTuple):
     """The rows of a program as R places of a tile, the query heads of a row one after another; and the keys
     [begin, stop) of its split."""
 
-    sequence: jax.Array
-    start: jax.Array  # the first row
-    row: jax.Array  # [R]
-    head: jax.Array  # [R]
-    position: jax.Array  # [R]
-    valid: jax.Array  # [R] whether the row is one of the block's
-    at: jax.Array  # [R, C] columns of q and out
-    mask: jax.Array | None  # [R, C] valid and inside
-    begin: jax.Array
-    stop: jax.Array
-    num_splits: jax.Array
-    lowest: jax.Array  # of the positions
-    highest: jax.Array
+    sequence: Array
+    start: Array  # the first row
+    row: Array  # [R]
+    head: Array  # [R]
+    position: Array  # [R]
+    valid: Array  # [R] whether the row is one of the block's
+    at: Array  # [R, C] columns of q and out
+    mask: Array | None  # [R, C] valid and inside
+    begin: Array
+    stop: Array
+    num_splits: Array
+    lowest: Array  # of the positions
+    highest: Array
     cached: Any  # of PartialSoftmax, where there is one
 
 
 def attend(
-    q: jax.Array,
-    positions: jax.Array,
-    blocks: tuple[jax.Array, jax.Array] | None,  # sequences of rows, starts of blocks; None: rows are single
-    pages: jax.Array,
-    tables: jax.Array,
-    semaphores: jax.Array,
+    q: Array,
+    positions: Array,
+    blocks: tuple[Array, Array] | None,  # sequences of rows, starts of blocks; None: rows are single
+    pages: Array,
+    tables: Array,
+    semaphores: Array,
     options: Options,
     tiling: Tiling,
     partial_softmax: PartialSoftmax | None = None,
-) -> jax.Array:
+) -> Array:
     num_rows, num_kv_heads, group, head_dim = q.shape
     width = num_kv_heads * group * head_dim
     sequences, starts = blocks or (None, None)
@@ -186,7 +186,7 @@ def _attend_kernel(inputs: Inputs, outputs: Outputs, *, head_dim: int, **setting
     pl.when(needed)(lambda: _attend_block(program, start, end, cached))
 
 
-def _attend_block(program: Program, start: jax.Array, end: jax.Array, cached: Any) -> None:
+def _attend_block(program: Program, start: Array, end: Array, cached: Any) -> None:
     """Finds which rows [start, end) attend to which keys, then attends."""
     inputs, split = program.inputs, program.split
     tile = lax.iota(jnp.int32, program.tiling.rows)
@@ -241,7 +241,7 @@ def _continued(program: Program, block: Block) -> Softmax:
 
 
 def _attend_tile(
-    program: Program, block: Block, query: jax.Array, masked: bool, i: jax.Array, running: Softmax
+    program: Program, block: Block, query: Array, masked: bool, i: Array, running: Softmax
 ) -> Softmax:
     """The softmax with the i-th tile of keys; masked: some row may not see all of them."""
     inputs, head_dim, keys = program.inputs, program.head_dim, program.tiling.keys
@@ -258,7 +258,7 @@ def _attend_tile(
     return _accumulate(running, scores, visible, values, program.options)
 
 
-def _store(program: Program, block: Block, out: jax.Array) -> None:
+def _store(program: Program, block: Block, out: Array) -> None:
     ref = program.outputs.out
     plgpu.store(ref.at[index_grid(block.row, block.at)], out.astype(ref.dtype), mask=block.mask)
 
@@ -276,11 +276,11 @@ def _store_part(program: Program, block: Block, running: Softmax) -> None:
     pl.when(is_last)(lambda: _store(program, block, _merged(program, block)))
 
 
-def _merged(program: Program, block: Block) -> jax.Array:
+def _merged(program: Program, block: Block) -> Array:
     outputs = program.outputs
     together = 8 if block.at.size <= 2**11 else 1  # splits whose reads overlap
 
-    def add(i: jax.Array, running: Softmax) -> Softmax:
+    def add(i: Array, running: Softmax) -> Softmax:
         splits = [i * together + j for j in range(together)]
         there = [block.valid & (split < block.num_splits) for split in splits]
         logs = [
@@ -306,7 +306,7 @@ def _merged(program: Program, block: Block) -> jax.Array:
     return sums / jnp.maximum(total, 1e-30)[:, None]
 
 
-def _splits(first: jax.Array, stop: jax.Array, tiling: Tiling) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _splits(first: Array, stop: Array, tiling: Tiling) -> tuple[Array, Array, Array]:
     """Where the splits of these keys begin, in whole tiles; the length of one; and their number, below 1
     where there are no keys."""
     first = lax.div(first, tiling.keys) * tiling.keys
@@ -315,7 +315,7 @@ def _splits(first: jax.Array, stop: jax.Array, tiling: Tiling) -> tuple[jax.Arra
     return first, length, pl.cdiv(stop - first, length)
 
 
-def _stretches(block: Block, mask: Mask, one_row: bool, keys: int) -> list[tuple[bool, jax.Array, jax.Array]]:
+def _stretches(block: Block, mask: Mask, one_row: bool, keys: int) -> list[tuple[bool, Array, Array]]:
     """Tiles [low, high) of a split's keys, and whether some row does not see all of them."""
     # All rows see the keys from `all_from` (None: the first) to `all_before`.
     all_from = None if mask == Mask() else first_key(block.highest, mask)
@@ -329,11 +329,11 @@ def _stretches(block: Block, mask: Mask, one_row: bool, keys: int) -> list[tuple
     return [*before, (False, middle, middle_end), (True, middle_end, high)]
 
 
-def _visible(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
+def _visible(query: Array, key: Array, mask: Mask) -> Array:
     return (key <= query) & (key >= first_key(query, mask))
 
 
-def _slots(tables_ref: Any, sequence: jax.Array, start: jax.Array, keys: int, block_size: int) -> jax.Array:
+def _slots(tables_ref: Any, sequence: Array, start: Array, keys: int, block_size: int) -> Array:
     """Where the keys from `start` on lie; those past the table lie anywhere."""
     place = lax.iota(jnp.int32, keys)
     if block_size % keys == 0:
@@ -346,7 +346,7 @@ def _slots(tables_ref: Any, sequence: jax.Array, start: jax.Array, keys: int, bl
 
 
 def _accumulate(
-    running: Softmax, scores: jax.Array, visible: jax.Array | None, values: jax.Array, options: Options
+    running: Softmax, scores: Array, visible: Array | None, values: Array, options: Options
 ) -> Softmax:
     peak, total, sums = running
     if options.softcap is not None:
@@ -366,7 +366,7 @@ def _factor(options: Options) -> float:
     return LOG2_E if options.softcap is not None else options.scale * LOG2_E
 
 
-def _fast_exp2(x: jax.Array) -> jax.Array:
+def _fast_exp2(x: Array) -> Array:
     """Far more exact than bfloat16; the plain one takes care of numbers that it would round to 0."""
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     code = "ex2.approx.ftz.f32 $0, $1;"
@@ -376,27 +376,25 @@ def _fast_exp2(x: jax.Array) -> jax.Array:
     return out
 
 
-def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: Array, b: Array) -> Array:
     exact = a.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _load(
-    ref: Any, row: jax.Array, column: jax.Array, there: jax.Array | None, inside: jax.Array | None
-) -> jax.Array:
+def _load(ref: Any, row: Array, column: Array, there: Array | None, inside: Array | None) -> Array:
     """ref[row [R], column [1 or R, C]]; 0 where a row is not there or a column not inside."""
     shape = (len(row), column.shape[1])
     mask = _both(there, inside, shape)
     return plgpu.load(ref.at[index_grid(row, column)], mask=mask, other=None if mask is None else 0)
 
 
-def index_grid(row: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+def index_grid(row: Array, column: Array) -> tuple[Array, Array]:
     shape = (len(row), column.shape[1])
     return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column, shape)
 
 
-def _both(there: jax.Array | None, inside: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+def _both(there: Array | None, inside: Array | None, shape: tuple[int, ...]) -> Array | None:
     rows = None if there is None else jnp.broadcast_to(there[:, None], shape)
     columns = None if inside is None else jnp.broadcast_to(inside[None, :], shape)
     if rows is None or columns is None:
