@@ -60,7 +60,7 @@ class PartialSoftmax(NamedTuple):
 
 def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> tuple[Array, Array]:
     """The pages with k and v [T, K, H] at the slots, in place where the pages are donated; and semaphores
-    [T, K], all 0: splits draw them at their block's first row to learn which of them ends last."""
+    [T, K], all 0: at their block's first row splits count who has ended, and the last one merges."""
     num_rows, num_kv_heads, head_dim = k.shape
     width = num_kv_heads * 2 * head_dim
     flat = pages.reshape(-1, width)
