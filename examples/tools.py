@@ -24,7 +24,8 @@ asked = client.chat.completions.create(
 )
 call = asked.choices[0].message.tool_calls[0]
 print(f"it calls {call.function.name}({call.function.arguments})")
-result = {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"celsius": 21})}
-messages += [asked.choices[0].message.model_dump(exclude_none=True), result]
+# Not null, which some chat templates cannot render.
+messages.append({"role": "assistant", "content": "", "tool_calls": [call.model_dump()]})
+messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps({"celsius": 21})})
 reply = client.chat.completions.create(model="default", messages=messages, temperature=0, max_tokens=64)
 print(reply.choices[0].message.content)

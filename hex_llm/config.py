@@ -44,7 +44,7 @@ class Flag:
     switches: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     env: tuple[str, ...] = ()  # the first one that is set counts
     secret: bool = False  # never printed
-    pending: str = ""  # the feature, in the plural, that a value other than the default asks for in vain
+    pending: str = ""  # features, not built yet, that a value other than the default asks for
 
     def allowed(self) -> str:
         """The allowed values in words that follow "must be"."""

@@ -3,7 +3,7 @@
 HexError
 ├── ConfigError      a flag or environment variable: a wrong value, an unknown name, a bad combination
 ├── ModelError       the model cannot be served: its files, its config, its architecture
-│   └── SourceError  the model cannot be had: the hub, the bucket or the folder refused or broke off
+│   └── SourceError  the model is unavailable: the hub, the bucket or the folder refused or broke off
 ├── InvalidRequest   a request's own data; it fails that request only
 │   └── UnknownModel   it names a model that is not served here (--strict_model_name)
 ├── QueueFull        as many requests are waiting as may wait; later there will be room

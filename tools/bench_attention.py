@@ -176,7 +176,7 @@ def attend(
     case: Case, way: Way, q: jax.Array, kv: jax.Array, pages: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
     """gpu.paged_attention in a given way."""
-    pages, semaphores = gpu.write_kv(kv, kv, pages, batch.slots)
+    pages, semaphores = gpu.write_kv(kv, kv, pages, batch.kv_slots)
     if not case.prefill:
         tables = batch.decode_tables
         tiling = way.tiling or gpu.decode_tiling(q, pages, tables)
@@ -265,7 +265,7 @@ def checked_batch(prefilled: tuple[tuple[int, int], ...], block_size: int) -> tu
         return jnp.pad(jnp.roll(x, num_decodes), (0, PADDING))
 
     tables, rows = batch.prefill_tables, (batch.sequences - num_seqs) % (num_seqs + num_decodes)
-    places = turned(batch.positions), turned(rows), turned(batch.slots)
+    places = turned(batch.positions), turned(rows), turned(batch.kv_slots)
     return Batch(*places, tables[num_seqs:], tables[:num_seqs]), num_blocks
 
 
@@ -298,7 +298,7 @@ def check() -> None:
         *plain,
         *((jnp.bfloat16, 4, h, Mask(window=700), 20.0, 32) for h in (64, 96, 256)),
         *((jnp.float32, g, h, Mask(), None, 16) for g, h in ((4, 128), (7, 64), (2, 96), (4, 256))),
-        *((d, 4, 128, Mask(chunk=512), None, 2048) for d in (jnp.bfloat16, jnp.float32)),
+        *((d, 4, 128, Mask(attention_chunk=512), None, 2048) for d in (jnp.bfloat16, jnp.float32)),
     ]
     windows = [(jnp.bfloat16, 4, h, Mask(window=300), None, 32) for h in (64, 96, 128, 256)]
 

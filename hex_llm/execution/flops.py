@@ -23,7 +23,7 @@ class Work(NamedTuple):
         in_heads = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
         in_layers = sum(in_heads + spec.hidden_size * _ffn_width(layer) for layer in spec.layers)
         masks = (layer.mask for layer in spec.layers)
-        depths = Counter(float(mask.window or mask.chunk or "inf") for mask in masks)
+        depths = Counter(float(mask.window or mask.attention_chunk or "inf") for mask in masks)
         per_pair = {far: 4 * spec.num_heads * spec.head_dim * num for far, num in depths.items()}
         return cls(2 * in_layers, 2 * spec.hidden_size * spec.vocab_size, per_pair)
 

@@ -307,7 +307,7 @@ def keep_compiled(cache_dir: Path) -> Path | None:
     """Lets JAX keep what was compiled for the next start, unless the user has set a place for it that is the
     user's own. On GPUs also a folder for ExecutableCache."""
     chosen = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if chosen and "://" not in chosen and not cpu.is_ours(Path(chosen)):
+    if chosen and "://" not in chosen and not cpu.claim_folder(Path(chosen)):
         log.warning("%s belongs to another user or is writable by others: nothing is loaded from it", chosen)
         reset_cache()  # it may be open already
         chosen = None

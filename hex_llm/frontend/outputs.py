@@ -230,7 +230,7 @@ class _Choice:
     end_is_told: bool = False
 
     def add(self, update: Update, include_stop: bool) -> bool:
-        """Whether it has ended. If its text cannot be had, nothing has come, no end either."""
+        """Whether it has ended. If its text is unavailable, nothing has come, no end either."""
         text_ids, ended, detokenizer = update.token_ids, update.finish_reason is not None, self.detokenizer
         # Stopped by the engine with a token, it is that token; stopped otherwise, there is none.
         if update.finish_reason is FinishReason.STOP and not include_stop:

@@ -11,23 +11,26 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+
+HIDDEN = -1e30  # a score that is not seen; finite, so that rows without any key yet stay numbers
+NO_PEAK = -1e20  # the maximum of no scores: far below any that is seen, far above HIDDEN
 
 
 class Mask(NamedTuple):
     """What a query sees besides being causal; None: everything before it."""
 
     window: int | None = None  # the last `window` tokens, itself included
-    chunk: int | None = None  # its own stretch of `chunk` positions
+    attention_chunk: int | None = None  # its own stretch of `attention_chunk` positions
 
 
-def first_key(position: jax.Array, mask: Mask) -> jax.Array:
+def first_key(position: Array, mask: Mask) -> Array:
     """The first key that a query sees."""
     first = jnp.zeros_like(position)
     if mask.window is not None:
         first = jnp.maximum(position - mask.window + 1, 0)
-    if mask.chunk is not None:
-        first = jnp.maximum(first, lax.div(position, mask.chunk) * mask.chunk)
+    if mask.attention_chunk is not None:
+        first = jnp.maximum(first, lax.div(position, mask.attention_chunk) * mask.attention_chunk)
     return first
 
 
@@ -38,11 +41,11 @@ class Batch:
     S_d sequences; S_d is the length of `decode_tables`. Block 0 is never a sequence's: padding lands there.
     """
 
-    positions: jax.Array  # [T] position of each token in its sequence
-    sequences: jax.Array  # [T] row of each token in decode_tables, then prefill_tables
-    slots: jax.Array  # [T] where its K and V go: block * block size + offset
-    decode_tables: jax.Array  # [S_d, B] block ids, in order of position
-    prefill_tables: jax.Array  # [S_p, B]
+    positions: Array  # [T] position of each token in its sequence
+    sequences: Array  # [T] row of each token in decode_tables, then prefill_tables
+    kv_slots: Array  # [T] where its K and V go: block * block size + offset
+    decode_tables: Array  # [S_d, B] block ids, in order of position
+    prefill_tables: Array  # [S_p, B]
 
 
 class PagedAttention(Protocol):
@@ -50,15 +53,15 @@ class PagedAttention(Protocol):
 
     def __call__(
         self,
-        q: jax.Array,  # [T, K, G, H]
-        k: jax.Array,  # [T, K, H]
-        v: jax.Array,  # [T, K, H]
-        pages: jax.Array,  # [N, block, K, 2, H]
+        q: Array,  # [T, K, G, H]
+        k: Array,  # [T, K, H]
+        v: Array,  # [T, K, H]
+        pages: Array,  # [N, block, K, 2, H]
         batch: Batch,
         *,
         mask: Mask,
         scale: float,
         softcap: float | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Array, Array]:
         """Attention out [T, K, G, H], and the pages."""
         ...

@@ -102,7 +102,7 @@ def paged_attention(
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """See kernels.attention.PagedAttention."""
-    pages = write_kv(k, v, pages, batch.slots)
+    pages = write_kv(k, v, pages, batch.kv_slots)
     tables = jnp.concatenate([batch.decode_tables, batch.prefill_tables])
     out = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))(
         q,
@@ -113,7 +113,7 @@ def paged_attention(
         scale=np.float32(scale),
         softcap=np.float32(softcap or 0),
         window=np.int64(mask.window or 0),
-        chunk=np.int64(mask.chunk or 0),
+        chunk=np.int64(mask.attention_chunk or 0),
     )
     return out, pages
 
@@ -122,7 +122,7 @@ def paged_attention(
 def panel_width() -> int | None:
     """None: there are no kernels here. The first question compiles them, beside what XLA keeps of its own."""
     try:
-        library = _library()
+        library = _load_library()
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("no CPU kernels, so the model runs about half as fast: %s", error)
         return None
@@ -131,9 +131,9 @@ def panel_width() -> int | None:
     return int(library.hex_llm_panel_width())
 
 
-def is_ours(folder: Path) -> bool:
-    """Makes it if need be; false where anyone but this user can put files there, or another folder in its
-    place: what is loaded from there runs as this user."""
+def claim_folder(folder: Path) -> bool:
+    """Makes it where it is missing; false where anyone but this user can put files there, or another folder
+    in its place: what is loaded from there runs as this user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     own, parent = folder.stat(), folder.resolve().parent.stat()
     if own.st_uid != os.getuid() or own.st_mode & 0o022:
@@ -142,15 +142,15 @@ def is_ours(folder: Path) -> bool:
     return parent.st_uid in (os.getuid(), 0) and not (parent.st_mode & 0o022 and not parent.st_mode & S_ISVTX)
 
 
-def _library() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     kept = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if kept and "://" not in kept and is_ours(Path(kept)):
-        return ctypes.CDLL(str(_compiled(Path(kept))))
+    if kept and "://" not in kept and claim_folder(Path(kept)):
+        return ctypes.CDLL(str(_compile(Path(kept))))
     with tempfile.TemporaryDirectory() as fresh:  # once loaded, the file is not needed
-        return ctypes.CDLL(str(_compiled(Path(fresh))))
+        return ctypes.CDLL(str(_compile(Path(fresh))))
 
 
-def _compiled(folder: Path) -> Path:
+def _compile(folder: Path) -> Path:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler is installed")

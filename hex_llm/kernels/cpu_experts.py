@@ -1,13 +1,12 @@
-"""Routed experts on one CPU, by its own product (cpu.py): experts are visited one after the other, a block of
-their rows at a time, so that the weights of those that nobody chose are not read."""
+"""Routed experts on one CPU, by its own product (cpu.py): one expert after the other, a block of its
+rows at a time, so that the weights of experts that nobody chose are not read."""
 
 from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental.pallas import cdiv
 
 from hex_llm.kernels.cpu import Panels
@@ -17,15 +16,15 @@ FEW_ROWS, MANY_ROWS = 8, 32  # of a block
 
 
 def fused_moe(
-    x: jax.Array,
-    chosen: jax.Array,
-    scores: jax.Array,
+    x: Array,
+    chosen: Array,
+    scores: Array,
     gate_up: tuple[Panels, ...],
     down: tuple[Panels, ...],
     *,
     activation: Activation,
     scale_input: bool,
-) -> jax.Array:
+) -> Array:
     """See kernels.experts.RoutedExperts; each expert's matrices are in panels of their own."""
     num_tokens, per_token = chosen.shape
     num_pairs = chosen.size
@@ -35,22 +34,22 @@ def fused_moe(
     pairs = jnp.pad(order, (0, num_rows))
     scale = scores.reshape(-1, 1)
 
-    def ask(expert: int, start: jax.Array, i: jax.Array, expert_out: jax.Array) -> jax.Array:
+    def run_expert(expert: int, start: Array, i: Array, expert_out: Array) -> Array:
         first = start + i * num_rows
-        asked = lax.dynamic_slice_in_dim(pairs, first, num_rows)
-        # A single token is the same in every block: without a barrier XLA would ask all experts beforehand.
-        inputs, _ = lax.optimization_barrier((x[asked // per_token], i))
+        block = lax.dynamic_slice_in_dim(pairs, first, num_rows)
+        # A single token is the same in every block: without a barrier XLA would run all experts beforehand.
+        inputs, _ = lax.optimization_barrier((x[block // per_token], i))
         if scale_input:
-            inputs = inputs * scale[asked]
-        answers = down[expert].matmul(gate_up[expert].gated(inputs, activation))
-        return lax.dynamic_update_slice_in_dim(expert_out, answers, first, 0)
+            inputs = inputs * scale[block]
+        outputs = down[expert].matmul(gate_up[expert].gated(inputs, activation))
+        return lax.dynamic_update_slice_in_dim(expert_out, outputs, first, 0)
 
     # A block may reach into the rows of the next expert, which then writes them anew, and past the last.
     expert_out = jnp.zeros((num_pairs + num_rows, x.shape[1]), x.dtype)
     start = jnp.int32(0)
     for expert in range(len(gate_up)):
         num_blocks = cdiv(ends[expert] - start, num_rows)
-        expert_out = lax.fori_loop(0, num_blocks, partial(ask, expert, start), expert_out)
+        expert_out = lax.fori_loop(0, num_blocks, partial(run_expert, expert, start), expert_out)
         start = ends[expert]
     expert_out = expert_out[jnp.argsort(order)]
     return combined(expert_out if scale_input else expert_out * scale, num_tokens)

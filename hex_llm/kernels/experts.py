@@ -11,31 +11,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
-Activation = Callable[[jax.Array], jax.Array]
+Activation = Callable[[Array], Array]
 
 
 class RoutedExperts(Protocol):
-    """Lets every token visit the experts that it chose, and adds up what they say."""
+    """Runs every token through the experts that it chose, and combines their outputs."""
 
     def __call__(
         self,
-        x: jax.Array,  # [T, D]
-        chosen: jax.Array,  # [T, k], of a token all different
-        scores: jax.Array,  # [T, k] float32
+        x: Array,  # [T, D]
+        chosen: Array,  # [T, k], of a token all different
+        scores: Array,  # [T, k] float32
         gate_up: Any,  # [E, 2, F, D]
         down: Any,  # [E, D, F]
         *,
         activation: Activation,
-        scale_input: bool,  # scores scale what experts are told, not what they say
-    ) -> jax.Array:
+        scale_input: bool,  # scores scale the inputs of experts, not their outputs
+    ) -> Array:
         """[T, D]"""
         ...
 
 
-def by_expert(chosen: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+def by_expert(chosen: Array, num_experts: int) -> tuple[Array, Array]:
     """Pairs [P] in the order of their experts, and [E] where the pairs of each expert end among them."""
     flat = chosen.reshape(-1)
     ends = jnp.sum(flat <= jnp.arange(num_experts)[:, None], axis=1, dtype=jnp.int32)
@@ -43,15 +43,15 @@ def by_expert(chosen: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array
 
 
 def dense(
-    x: jax.Array,
-    chosen: jax.Array,
-    scores: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    x: Array,
+    chosen: Array,
+    scores: Array,
+    gate_up: Array,
+    down: Array,
     *,
     activation: Activation,
     scale_input: bool,
-) -> jax.Array:
+) -> Array:
     """See RoutedExperts. All experts see all tokens: the oracle, and for what there is no other form."""
     rows = jnp.arange(len(x))[:, None]
     spread = jnp.zeros((len(x), len(gate_up)), jnp.float32).at[rows, chosen].set(scores)
@@ -64,7 +64,7 @@ def dense(
     return jnp.einsum("etf,edf->td", hidden, down)
 
 
-def combined(expert_out: jax.Array, num_tokens: int) -> jax.Array:
+def combined(expert_out: Array, num_tokens: int) -> Array:
     """[P, D] -> [T, D]: of each token's pairs, always in the same order."""
     parts = expert_out.reshape(num_tokens, -1, expert_out.shape[-1])
     return sum((parts[:, i] for i in range(1, parts.shape[1])), parts[:, 0])

@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from hex_llm.kernels import gpu_cudnn
@@ -30,24 +29,24 @@ MIN_CUDNN_ROWS = 6144  # fewer rows: our own kernel is as fast, and sooner compi
 def can_attend(group: int, head_dim: int, dtype: Any) -> bool:
     """Whether the kernels here are for models like this; `dtype` is that of queries and pages alike. What
     they are not for, the reference does."""
-    known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-    return known and group <= MAX_GROUP and head_dim % 8 == 0 and MIN_DOT <= head_dim <= MAX_HEAD_DIM
+    dtype_fits = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+    return dtype_fits and group <= MAX_GROUP and head_dim % 8 == 0 and MIN_DOT <= head_dim <= MAX_HEAD_DIM
 
 
 def paged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pages: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    pages: Array,
     batch: Batch,
     *,
     mask: Mask,
     scale: float,
     softcap: float | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
     are exact, and there a row's result does not depend on the others of the batch."""
-    pages, semaphores = write_kv(k, v, pages, batch.slots)
+    pages, semaphores = write_kv(k, v, pages, batch.kv_slots)
     options = Options(mask, scale, softcap)
     num_decode = len(batch.decode_tables)
     parts = []
@@ -56,8 +55,8 @@ def paged_attention(
         rows = (q[:num_decode], batch.positions[:num_decode], None)
         parts.append(attend(*rows, pages, batch.decode_tables, semaphores[:num_decode], options, tiling))
     if len(batch.prefill_tables):
-        rest = [x[num_decode:] for x in (q, k, v, semaphores, batch.positions, batch.sequences, batch.slots)]
-        q, k, v, semaphores, positions, sequences, slots = rest
+        tokens = (q, k, v, semaphores, batch.positions, batch.sequences, batch.kv_slots)
+        q, k, v, semaphores, positions, sequences, slots = (x[num_decode:] for x in tokens)
         arguments = (pages, batch.prefill_tables, semaphores, options)
         sequences, tiling = sequences - num_decode, prefill_tiling(q, pages, batch.prefill_tables)
         if cudnn_begins(q, pages, options):
@@ -69,19 +68,19 @@ def paged_attention(
     return jnp.concatenate(parts), pages
 
 
-def cudnn_begins(q: jax.Array, pages: jax.Array, options: Options) -> bool:
+def cudnn_begins(q: Array, pages: Array, options: Options) -> bool:
     num_rows, num_kv_heads, group, head_dim = q.shape
     kind = (num_kv_heads, group, head_dim, options.mask.window)
     return (
         num_rows >= MIN_CUDNN_ROWS
         and q.dtype == pages.dtype == jnp.bfloat16
         and options.softcap is None
-        and options.mask.chunk is None
+        and options.mask.attention_chunk is None
         and gpu_cudnn.can_attend(*kind)
     )
 
 
-def decode_tiling(q: jax.Array, pages: jax.Array, tables: jax.Array) -> Tiling:
+def decode_tiling(q: Array, pages: Array, tables: Array) -> Tiling:
     num_seqs, num_kv_heads, group, head_dim = q.shape
     rows = max(next_power(group), MIN_DOT)
     if pages.dtype == jnp.float32:  # the same for all batches, so that rows do not depend on their number
@@ -100,7 +99,7 @@ def decode_tiling(q: jax.Array, pages: jax.Array, tables: jax.Array) -> Tiling:
     return replace(tiling, splits=min(tiling.splits, pl.cdiv(reach, tiling.min_split)))
 
 
-def prefill_tiling(q: jax.Array, pages: jax.Array, tables: jax.Array) -> Tiling:
+def prefill_tiling(q: Array, pages: Array, tables: Array) -> Tiling:
     num_rows, num_kv_heads, group, head_dim = q.shape
     if pages.dtype == jnp.float32:
         return Tiling(max(next_power(group), 32), keys=32, splits=1, min_split=256, warps=4, stages=2)
@@ -112,15 +111,15 @@ def prefill_tiling(q: jax.Array, pages: jax.Array, tables: jax.Array) -> Tiling:
 
 
 def prefill(
-    q: jax.Array,
-    positions: jax.Array,
-    sequences: jax.Array,
-    pages: jax.Array,
-    tables: jax.Array,
-    semaphores: jax.Array,
+    q: Array,
+    positions: Array,
+    sequences: Array,
+    pages: Array,
+    tables: Array,
+    semaphores: Array,
     options: Options,
     tiling: Tiling,
-) -> jax.Array:
+) -> Array:
     """q [T, K, G, H], rows of a sequence together. Padding, wherever it says it belongs, stays finite."""
     sequences = jnp.maximum(sequences, 0)
     starts = row_blocks(sequences, len(tables), tiling.rows // q.shape[2])
@@ -128,17 +127,17 @@ def prefill(
 
 
 def continued_prefill(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    sequences: jax.Array,
-    pages: jax.Array,
-    tables: jax.Array,
-    semaphores: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    sequences: Array,
+    pages: Array,
+    tables: Array,
+    semaphores: Array,
     options: Options,
     tiling: Tiling,
-) -> jax.Array:
+) -> Array:
     """As `prefill`, but cuDNN does what rows see of k and v [T, K, H], the step's own. Sequences lie in
     order, then padding, which is of the sequence after the last and becomes 0."""
     num_seqs = len(tables)
@@ -154,7 +153,7 @@ def continued_prefill(
     )
 
 
-def row_blocks(sequences: jax.Array, num_seqs: int, length: int) -> jax.Array:
+def row_blocks(sequences: Array, num_seqs: int, length: int) -> Array:
     """[N + 1] where blocks of rows begin, each of one sequence and at most `length` rows; a block ends where
     the next begins, and those that are too many are empty."""
     num_rows = len(sequences)

@@ -13,6 +13,7 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +43,14 @@ def _compiles(num_kv_heads: int, group: int, head_dim: int, window: int | None) 
 
 
 def causal(
-    q: jax.Array,  # [T, K, G, H]
-    k: jax.Array,  # [T, K, H]
-    v: jax.Array,
-    lengths: jax.Array,  # [S] rows of each sequence, one sequence after another
+    q: Array,  # [T, K, G, H]
+    k: Array,  # [T, K, H]
+    v: Array,
+    lengths: Array,  # [S] rows of each sequence, one sequence after another
     *,
     window: int | None,
     scale: float,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Attention out [T, K, G, H], and the log of the sum of weights [S, K * G, T], of each sequence's rows by
     their place in it. What belongs to no row of a sequence is undefined in both."""
     # Here, since a JAX that no longer has it is one more reason that can_attend may find.

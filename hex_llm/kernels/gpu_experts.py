@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -49,21 +49,21 @@ class Product:
 
 def can_fuse(activation: str, dtype: Any) -> bool:
     """Whether the kernel is for models like this. What it is not for, `experts.dense` does."""
-    known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-    return known and activation in ("silu", "gelu_tanh")  # Triton has no word for the other gelu
+    dtype_fits = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+    return dtype_fits and activation in ("silu", "gelu_tanh")  # Triton has no word for the other gelu
 
 
 def fused_moe(
-    x: jax.Array,
-    chosen: jax.Array,
-    scores: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    x: Array,
+    chosen: Array,
+    scores: Array,
+    gate_up: Array,
+    down: Array,
     *,
     activation: Activation,
     scale_input: bool,
     tilings: tuple[Tiling, Tiling] | None = None,
-) -> jax.Array:
+) -> Array:
     """See kernels.experts.RoutedExperts. float32 products are exact, and there a row's result does not depend
     on the others of the batch."""
     tilings = tilings or (up_tiling(chosen, gate_up), down_tiling(chosen, down))
@@ -81,7 +81,7 @@ def fused_moe(
     return combined(parts, num_tokens).astype(x.dtype)
 
 
-def up_tiling(chosen: jax.Array, gate_up: jax.Array) -> Tiling:
+def up_tiling(chosen: Array, gate_up: Array) -> Tiling:
     if gate_up.dtype == jnp.float32:  # the same for all batches, so that rows do not depend on their number
         return Tiling(32, columns=32, depth=32, together=8, splits=1, warps=4, stages=2)
     rows = _rows(chosen, gate_up)
@@ -94,7 +94,7 @@ def up_tiling(chosen: jax.Array, gate_up: jax.Array) -> Tiling:
     return Tiling(rows, columns=128, depth=64, together=16, splits=1, warps=8, stages=4)
 
 
-def down_tiling(chosen: jax.Array, down: jax.Array) -> Tiling:
+def down_tiling(chosen: Array, down: Array) -> Tiling:
     if down.dtype == jnp.float32:
         return Tiling(32, columns=32, depth=32, together=8, splits=1, warps=4, stages=2)
     rows = _rows(chosen, down)
@@ -107,7 +107,7 @@ def down_tiling(chosen: jax.Array, down: jax.Array) -> Tiling:
     return Tiling(rows, columns=256, depth=64, together=16, splits=1, warps=8, stages=4)
 
 
-def _rows(chosen: jax.Array, weight: jax.Array) -> int:
+def _rows(chosen: Array, weight: Array) -> int:
     """Half as many again as an expert has on average: of most experts one block, so that their weights are
     read once."""
     return min(max(next_power(pl.cdiv(3 * chosen.size, 2 * len(weight))), MIN_ROWS), MAX_ROWS)
@@ -119,15 +119,15 @@ def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
 
 
 def multiply(
-    x: jax.Array,
-    order: jax.Array,
-    ends: jax.Array,
-    scores: jax.Array,
-    weight: jax.Array,
+    x: Array,
+    order: Array,
+    ends: Array,
+    scores: Array,
+    weight: Array,
     out_shape: tuple[int, ...],
     out_dtype: Any,
     product: Product,
-) -> jax.Array:
+) -> Array:
     """With gates: x [T, K], weight [E, 2 * N, K] -> [P, N], in the order of experts. Without: x [P, K] in
     that order, weight [E, N, K] -> [splits, P, N], as pairs are numbered."""
     tiling = product.tiling
@@ -149,13 +149,13 @@ def _multiply_kernel(
     product: Product,
     num_blocks: int,
 ) -> None:
-    tiling, num_columns, depth = product.tiling, out_ref.shape[-1], x_ref.shape[1]
+    tiling, num_columns = product.tiling, out_ref.shape[-1]
     block, column_block = _tile(num_blocks, pl.cdiv(num_columns, tiling.columns), tiling.together)
     split = pl.program_id(1)
     expert, start, end = _rows_of(block, ends_ref, tiling.rows)
 
     @pl.when(start < end)
-    def _() -> None:
+    def multiply_tile() -> None:
         place = start + lax.iota(jnp.int32, tiling.rows)
         valid = place < end
         # Of a place that is not stored to, an interpreted store writes back what was there: let it be none.
@@ -168,25 +168,11 @@ def _multiply_kernel(
         else:
             source = jnp.minimum(lax.div(pair, product.per_token), len(x_ref) - 1)
             matrices = [here, num_columns + here]
-
-        def add(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-            deep = i * tiling.depth + lax.iota(jnp.int32, tiling.depth)
-            inside = None if depth % tiling.depth == 0 else deep < depth
-            rows = _read(x_ref, (), source, deep, inside)
-            return [
-                one + dot(rows, _read(weight_ref, (expert,), at, deep, inside).T)
-                for one, at in zip(sums, matrices, strict=True)
-            ]
-
-        length = pl.cdiv(pl.cdiv(depth, tiling.depth), tiling.splits)
-        first = split * length
-        last = jnp.minimum(first + length, pl.cdiv(depth, tiling.depth))
-        zeros = [jnp.zeros((tiling.rows, tiling.columns), jnp.float32) for _ in matrices]
-        sums = lax.fori_loop(first, last, add, zeros)
+        sums = _dots(x_ref, weight_ref, expert, source, matrices, split, tiling)
         if product.scaled:
             scale = plgpu.load(scores_ref.at[pair], mask=valid, other=0)
             sums = [one * scale[:, None] for one in sums]
-        at: tuple[jax.Array, ...]
+        at: tuple[Array, ...]
         if product.activation is None:
             out, at = sums[0], (split, *index_grid(pair, column[None, :]))
         else:
@@ -195,7 +181,35 @@ def _multiply_kernel(
         plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=mask)
 
 
-def _tile(num_blocks: int, num_columns: int, together: int) -> tuple[jax.Array, jax.Array]:
+def _dots(
+    x_ref: Any,
+    weight_ref: Any,
+    expert: Array,
+    rows: Array,
+    matrices: list[Array],
+    split: Array,
+    tiling: Tiling,
+) -> list[Array]:
+    """x[rows] times weight[expert, matrix] for each matrix, over a split of the depth."""
+    depth = x_ref.shape[1]
+
+    def add(i: Array, sums: list[Array]) -> list[Array]:
+        deep = i * tiling.depth + lax.iota(jnp.int32, tiling.depth)
+        inside = None if depth % tiling.depth == 0 else deep < depth
+        x = _read(x_ref, (), rows, deep, inside)
+        return [
+            one + dot(x, _read(weight_ref, (expert,), matrix, deep, inside).T)
+            for one, matrix in zip(sums, matrices, strict=True)
+        ]
+
+    length = pl.cdiv(pl.cdiv(depth, tiling.depth), tiling.splits)
+    first = split * length
+    last = jnp.minimum(first + length, pl.cdiv(depth, tiling.depth))
+    zeros = [jnp.zeros((tiling.rows, tiling.columns), jnp.float32) for _ in matrices]
+    return lax.fori_loop(first, last, add, zeros)
+
+
+def _tile(num_blocks: int, num_columns: int, together: int) -> tuple[Array, Array]:
     """The block of rows and the block of columns of this program: `together` blocks of rows go through all
     columns before the next ones begin."""
     program = pl.program_id(0)
@@ -205,7 +219,7 @@ def _tile(num_blocks: int, num_columns: int, together: int) -> tuple[jax.Array, 
     return group * together + lax.rem(within, size), lax.div(within, size)
 
 
-def _rows_of(block: jax.Array, ends_ref: Any, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _rows_of(block: Array, ends_ref: Any, rows: int) -> tuple[Array, Array, Array]:
     """The expert of a block, and where its pairs begin and end; a block too many begins at its end."""
     num_experts = len(ends_ref)
     expert = lax.iota(jnp.int32, next_power(num_experts))
@@ -214,17 +228,15 @@ def _rows_of(block: jax.Array, ends_ref: Any, rows: int) -> tuple[jax.Array, jax
     start = jnp.where(expert == 0, 0, ends_ref[jnp.clip(expert - 1, 0, num_experts - 1)])
     num_blocks = pl.cdiv(end - start, rows)
     before = lax.cumsum(num_blocks) <= block
-    found = jnp.sum(before.astype(jnp.int32))
-    own = jnp.minimum(found, num_experts - 1)
+    index = jnp.sum(before.astype(jnp.int32))
+    own = jnp.minimum(index, num_experts - 1)
     block -= jnp.sum(jnp.where(before, num_blocks, 0))
     first = jnp.where(own == 0, 0, ends_ref[jnp.maximum(own - 1, 0)]) + block * rows
     last = jnp.minimum(ends_ref[own], first + rows)
-    return own, first, jnp.where(found < num_experts, last, first)
+    return own, first, jnp.where(index < num_experts, last, first)
 
 
-def _read(
-    ref: Any, leading: tuple[jax.Array, ...], row: jax.Array, column: jax.Array, inside: jax.Array | None
-) -> jax.Array:
+def _read(ref: Any, leading: tuple[Array, ...], row: Array, column: Array, inside: Array | None) -> Array:
     """ref[*leading, row [R], column [C]]; 0 where a column is not inside."""
     index = (*leading, *index_grid(row, column[None, :]))
     if inside is None:

@@ -18,19 +18,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.attention import Mask, first_key
+from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Mask, first_key
 
-HIDDEN = -1e30  # a score that is not seen; finite, so that rows without any key yet stay numbers
-NO_PEAK = -1e20  # the maximum of no scores: far below any that is seen, far above HIDDEN
 LAST = 2**31 - 1  # after every position
 LOG2_E = math.log2(math.e)
 
 # (scores' running maximum, their weights' running sum, the running sum of weighted values)
-Softmax = tuple[jax.Array, jax.Array, jax.Array]
+Softmax = tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,14 @@ class Options:
 class PartialSoftmax(NamedTuple):
     """Attention of rows to the keys of their own step, to be continued over those before it."""
 
-    out: jax.Array  # [T, K, G, H]
-    logs: jax.Array  # [S, K * G, T] log of the sum of a row's weights, at its place in its sequence's rows
-    cached: jax.Array  # [blocks of rows] keys of the sequence before the step; -1: padding, which becomes 0
+    out: Array  # [T, K, G, H]
+    logs: Array  # [S, K * G, T] log of the sum of a row's weights, at its place in its sequence's rows
+    cached: Array  # [blocks of rows] keys of the sequence before the step; -1: padding, which becomes 0
 
 
-def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> tuple[Array, Array]:
     """The pages with k and v [T, K, H] at the slots, in place where the pages are donated; and semaphores
-    [T, K], all 0: splits draw them at their block's first row to learn which of them ends last."""
+    [T, K], all 0: at their block's first row splits count who has ended, and the last one merges."""
     num_rows, num_kv_heads, head_dim = k.shape
     width = num_kv_heads * 2 * head_dim
     flat = pages.reshape(-1, width)
@@ -83,187 +81,217 @@ def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> 
     return new_pages.reshape(pages.shape), new_semaphores
 
 
+class Inputs(NamedTuple):
+    """What `attend` hands to the kernel, which sees refs in their places."""
+
+    positions: Any  # [T]
+    sequences: Any  # [T]; None: rows are single
+    starts: Any  # [N + 1] of blocks of rows; None: rows are single
+    tables: Any  # [S, B]
+    q: Any  # [T, K * G * H]
+    pages: Any  # [slots, K * 2 * H]
+    partial: Any = None  # PartialSoftmax to go on from, with `out` as here
+    semaphores: Any = None  # [T, K], with splits
+
+
+class Outputs(NamedTuple):
+    out: Any  # [T, K * G * H]; in place of the partial one
+    semaphores: Any = None  # with splits, as the rest: in place of the inputs'
+    parts: Any = None  # [splits, T, K * G * H]
+    totals: Any = None  # [splits, T, K * G] log2 of the sum of a split's weights
+
+
+class Program(NamedTuple):
+    inputs: Inputs
+    outputs: Outputs
+    head: Array  # of K and V
+    split: Array
+    column: Array  # [C] of a head
+    inside: Array | None  # [C] whether a head has that column; None: all
+    head_dim: int
+    group: int
+    block_size: int
+    options: Options
+    tiling: Tiling
+
+
+class Block(NamedTuple):
+    """The rows of a program as R places of a tile, the query heads of a row one after another; and the keys
+    [begin, stop) of its split."""
+
+    sequence: Array
+    start: Array  # the first row
+    row: Array  # [R]
+    head: Array  # [R]
+    position: Array  # [R]
+    valid: Array  # [R] whether the row is one of the block's
+    at: Array  # [R, C] columns of q and out
+    mask: Array | None  # [R, C] valid and inside
+    begin: Array
+    stop: Array
+    num_splits: Array
+    lowest: Array  # of the positions
+    highest: Array
+    cached: Any  # of PartialSoftmax, where there is one
+
+
 def attend(
-    q: jax.Array,
-    positions: jax.Array,
-    blocks: tuple[jax.Array, jax.Array] | None,  # sequences of rows, starts of blocks; None: rows are single
-    pages: jax.Array,
-    tables: jax.Array,
-    semaphores: jax.Array,
+    q: Array,
+    positions: Array,
+    blocks: tuple[Array, Array] | None,  # sequences of rows, starts of blocks; None: rows are single
+    pages: Array,
+    tables: Array,
+    semaphores: Array,
     options: Options,
     tiling: Tiling,
     partial_softmax: PartialSoftmax | None = None,
-) -> jax.Array:
+) -> Array:
     num_rows, num_kv_heads, group, head_dim = q.shape
-    arguments = [
-        positions,
-        *(blocks or ()),
-        tables,
-        q.reshape(num_rows, -1),
-        pages.reshape(-1, num_kv_heads * 2 * head_dim),
-    ]
-    heads = num_kv_heads * group
-    out = [jax.ShapeDtypeStruct((num_rows, heads * head_dim), q.dtype)]
+    width = num_kv_heads * group * head_dim
+    sequences, starts = blocks or (None, None)
+    flat_q, flat_pages = q.reshape(num_rows, width), pages.reshape(-1, num_kv_heads * 2 * head_dim)
+    inputs = Inputs(positions, sequences, starts, tables, flat_q, flat_pages)
+    outputs = Outputs(jax.ShapeDtypeStruct((num_rows, width), q.dtype))
     aliases = {}
     if partial_softmax is not None:  # in place: rows without cached keys are not even read
-        aliases[len(arguments)] = 0
-        arguments += [partial_softmax.out.reshape(num_rows, -1), partial_softmax.logs, partial_softmax.cached]
+        aliases[len(jax.tree.leaves(inputs))] = 0
+        out = partial_softmax.out.reshape(num_rows, width)
+        inputs = inputs._replace(partial=partial_softmax._replace(out=out))
     if tiling.splits > 1:
-        aliases[len(arguments)] = 1
-        arguments.append(semaphores)
-        parts = jax.ShapeDtypeStruct((tiling.splits, num_rows, heads * head_dim), jnp.float32)
-        totals = jax.ShapeDtypeStruct((tiling.splits, num_rows, heads), jnp.float32)
-        out += [jax.ShapeDtypeStruct(semaphores.shape, semaphores.dtype), parts, totals]
-    kernel = partial(
-        _attend_kernel,
-        options=options,
-        tiling=tiling,
-        group=group,
-        head_dim=head_dim,
-        block_size=pages.shape[1],
-        one_row=blocks is None,
-        goes_on=partial_softmax is not None,
-    )
+        aliases[len(jax.tree.leaves(inputs))] = 1
+        inputs = inputs._replace(semaphores=semaphores)
+        parts = jax.ShapeDtypeStruct((tiling.splits, num_rows, width), jnp.float32)
+        totals = jax.ShapeDtypeStruct((tiling.splits, num_rows, num_kv_heads * group), jnp.float32)
+        outputs = Outputs(outputs.out, semaphores, parts, totals)
+    settings: Any = {"group": group, "block_size": pages.shape[1], "options": options, "tiling": tiling}
+    kernel = partial(_attend_kernel, head_dim=head_dim, **settings)
     # Splits come last: a program without keys waits for room as any other does, so let it hold up none.
-    grid = (num_kv_heads, num_rows if blocks is None else len(blocks[1]) - 1, tiling.splits)
-    return launched(kernel, grid, out, tiling.warps, tiling.stages, aliases)(*arguments)[0].reshape(q.shape)
+    grid = (num_kv_heads, num_rows if starts is None else len(starts) - 1, tiling.splits)
+    [results] = launched(kernel, grid, [outputs], tiling.warps, tiling.stages, aliases)(inputs)
+    return results.out.reshape(q.shape)
 
 
-def _attend_kernel(
-    positions_ref: Any,  # [T]
-    *refs: Any,
-    options: Options,
-    tiling: Tiling,
-    group: int,
-    head_dim: int,
-    block_size: int,
-    one_row: bool,
-    goes_on: bool,
-) -> None:
-    """After the positions: where rows are not single their sequences [T] and the starts of blocks [N + 1];
-    tables [S, B]; q [T, K * G * H]; pages [slots, K * 2 * H]; the fields of PartialSoftmax where it goes on
-    from them; with splits the semaphores as they were; out [T, K * G * H]; with splits the semaphores [T, K],
-    and the parts and totals of _merge."""
-    sequences_ref, starts_ref, *refs = (None, None, *refs) if one_row else refs  # type: ignore[assignment]
-    tables_ref, q_ref, pages_ref, *refs = refs  # type: ignore[assignment]
-    partial_refs, refs = (refs[:3], refs[3:]) if goes_on else ((), refs)
-    out_ref, *merge_refs = refs[1:] if tiling.splits > 1 else refs
+def _attend_kernel(inputs: Inputs, outputs: Outputs, *, head_dim: int, **settings: Any) -> None:
     head, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    if not one_row:  # the last blocks of a prompt have the most keys: they go first
+    if inputs.starts is None:
+        start, end = block, block + 1
+    else:  # the last blocks of a prompt have the most keys: they go first
         block = pl.num_programs(1) - 1 - block
-    start, end = (block, block + 1) if one_row else (starts_ref[block], starts_ref[block + 1])
+        start, end = inputs.starts[block], inputs.starts[block + 1]
     column = lax.iota(jnp.int32, next_power(head_dim))
     inside = None if len(column) == head_dim else column < head_dim
-    cached: Any = partial_refs[2][block] if goes_on else None
-
-    @pl.when((start < end) & (cached != 0) if goes_on else start < end)
-    def _() -> None:
-        tile = lax.iota(jnp.int32, tiling.rows)
-        row, query_head = start + lax.div(tile, group), head * group + lax.rem(tile, group)
-        valid, at = row < end, query_head[:, None] * head_dim + column
-        if one_row:
-            sequence, lowest = block, positions_ref[block]
-            position, highest = jnp.broadcast_to(lowest, row.shape), lowest
-        else:
-            sequence, position = sequences_ref[start], plgpu.load(positions_ref.at[row], mask=valid, other=0)
-            lowest, highest = jnp.min(jnp.where(valid, position, LAST)), jnp.max(position)
-        end_key = cached if goes_on else highest + 1
-        first, length, num_splits = _splits(first_key(lowest, options.mask), end_key, tiling)
-        begin = first + split * length
-        stop = jnp.minimum(begin + length, end_key)
-        mask = _both(valid, inside, at.shape)
-
-        def store(out: jax.Array) -> None:
-            plgpu.store(out_ref.at[index_grid(row, at)], out.astype(out_ref.dtype), mask=mask)
-
-        if goes_on:
-            pl.when((cached < 0) & (split == 0))(lambda: store(jnp.zeros(at.shape)))
-
-        @pl.when(split < num_splits)
-        def _() -> None:
-            query = _load(q_ref, row, at, valid, inside)
-
-            def add(masked: bool, i: jax.Array, running: Softmax) -> Softmax:
-                place = i * tiling.keys + lax.iota(jnp.int32, tiling.keys)
-                there: Any = place < stop if masked else None
-                slot = _slots(tables_ref, sequence, i * tiling.keys, tiling.keys, block_size)
-                at = head * 2 * head_dim + column[None, :]
-                scores = dot(query, _load(pages_ref, slot, at, there, inside).T)
-                values = _load(pages_ref, slot, at + head_dim, there, inside)
-                visible: Any = _visible(position[:, None], place[None, :], options.mask) if masked else None
-                if goes_on and masked:
-                    visible &= there[None, :]
-                return _accumulate(running, scores, visible, values, options)
-
-            running = _start(tiling.rows, len(column))
-            if goes_on:  # the first split does, the others are added to it
-                taken, nth = valid & (split == 0), position - cached
-                running = _continued(
-                    partial_refs, (sequence, row, nth, query_head, at), taken, inside, options
-                )
-            all_from = None if options.mask == Mask() else first_key(highest, options.mask)
-            for masked, low, high in _stretches(begin, stop, lowest + 1, all_from, one_row, tiling.keys):
-                running = lax.fori_loop(low, high, partial(add, masked), running)
-            peak, total, values = running
-            total = jnp.maximum(total, 1e-30)
-            out = values / total[:, None]
-            pl.when(num_splits == 1)(lambda: store(out))
-            if tiling.splits > 1:
-                semaphores_ref, parts_ref, totals_ref = merge_refs
-
-                @pl.when(num_splits > 1)
-                def _() -> None:
-                    plgpu.store(parts_ref.at[(split, *index_grid(row, at))], out, mask=mask)
-                    logs = peak * _factor(options) + jnp.log2(total)
-                    plgpu.store(totals_ref.at[split, row, query_head], logs, mask=valid)
-                    if not _interpreted():
-                        plgpu.debug_barrier()
-                    ticket = plgpu.atomic_add(semaphores_ref.at[start, head], (), jnp.int32(1))
-
-                    @pl.when(ticket == num_splits - 1)
-                    def _() -> None:
-                        places = row, query_head, at
-                        store(_merge(parts_ref, totals_ref, places, valid, inside, num_splits))
+    program = Program(inputs, outputs, head, split, column, inside, head_dim, **settings)
+    cached = None if inputs.partial is None else inputs.partial.cached[block]
+    needed = start < end if cached is None else (start < end) & (cached != 0)
+    pl.when(needed)(lambda: _attend_block(program, start, end, cached))
 
 
-def _continued(
-    partial_refs: tuple[Any, ...],  # out [T, heads * H], logs [S, heads, T], and keys that are cached
-    places: tuple[
-        jax.Array, ...
-    ],  # the sequence, rows [R], their places in it [R], heads [R], columns [R, C]
-    taken: jax.Array,
-    inside: jax.Array | None,
-    options: Options,
+def _attend_block(program: Program, start: Array, end: Array, cached: Any) -> None:
+    """Finds which rows [start, end) attend to which keys, then attends."""
+    inputs, split = program.inputs, program.split
+    tile = lax.iota(jnp.int32, program.tiling.rows)
+    row = start + lax.div(tile, program.group)
+    head = program.head * program.group + lax.rem(tile, program.group)
+    valid, at = row < end, head[:, None] * program.head_dim + program.column
+    if inputs.starts is None:
+        sequence, lowest = start, inputs.positions[start]
+        position, highest = jnp.broadcast_to(lowest, row.shape), lowest
+    else:
+        sequence = inputs.sequences[start]
+        position = plgpu.load(inputs.positions.at[row], mask=valid, other=0)
+        lowest, highest = jnp.min(jnp.where(valid, position, LAST)), jnp.max(position)
+    end_key = highest + 1 if cached is None else cached
+    first, length, num_splits = _splits(first_key(lowest, program.options.mask), end_key, program.tiling)
+    begin = first + split * length
+    keys = begin, jnp.minimum(begin + length, end_key), num_splits, lowest, highest, cached
+    mask = _both(valid, program.inside, at.shape)
+    block = Block(sequence, start, row, head, position, valid, at, mask, *keys)
+    if cached is not None:
+        is_padding = cached < 0
+        pl.when(is_padding & (split == 0))(lambda: _store(program, block, jnp.zeros(at.shape)))
+    pl.when(split < num_splits)(lambda: _attend_split(program, block))
+
+
+def _attend_split(program: Program, block: Block) -> None:
+    """Attends to the keys of a split and stores the result, of a block with several splits a part of it."""
+    inputs, tiling = program.inputs, program.tiling
+    query = _load(inputs.q, block.row, block.at, block.valid, program.inside)
+    running = _start(tiling.rows, len(program.column))
+    if inputs.partial is not None:
+        running = _continued(program, block)
+    for masked, low, high in _stretches(block, program.options.mask, inputs.starts is None, tiling.keys):
+        running = lax.fori_loop(low, high, partial(_attend_tile, program, block, query, masked), running)
+    peak, total, values = running
+    total = jnp.maximum(total, 1e-30)
+    out = values / total[:, None]
+    pl.when(block.num_splits == 1)(lambda: _store(program, block, out))
+    if tiling.splits > 1:
+        pl.when(block.num_splits > 1)(lambda: _store_part(program, block, (peak, total, out)))
+
+
+def _continued(program: Program, block: Block) -> Softmax:
+    """The softmax as it was begun, one weight for all that was seen; at its start in all splits but the
+    first, to which they are added."""
+    state = program.inputs.partial
+    taken, nth = block.valid & (program.split == 0), block.position - block.cached
+    logs = plgpu.load(state.logs.at[block.sequence, block.head, nth], mask=taken, other=0)
+    peak = jnp.where(taken, logs * (LOG2_E / _factor(program.options)), NO_PEAK)
+    total, out = taken.astype(jnp.float32), _load(state.out, block.row, block.at, taken, program.inside)
+    return peak, total, out.astype(jnp.float32)
+
+
+def _attend_tile(
+    program: Program, block: Block, query: Array, masked: bool, i: Array, running: Softmax
 ) -> Softmax:
-    """The softmax as it was begun in the rows that are taken, else at its start: one weight, of all that was
-    seen."""
-    (out_ref, logs_ref, _), (sequence, row, nth, head, at) = partial_refs, places
-    logs = plgpu.load(logs_ref.at[sequence, head, nth], mask=taken, other=0)
-    peak = jnp.where(taken, logs * (LOG2_E / _factor(options)), NO_PEAK)
-    return peak, taken.astype(jnp.float32), _load(out_ref, row, at, taken, inside).astype(jnp.float32)
+    """The softmax with the i-th tile of keys; masked: some row may not see all of them."""
+    inputs, head_dim, keys = program.inputs, program.head_dim, program.tiling.keys
+    place = i * keys + lax.iota(jnp.int32, keys)
+    there: Any = place < block.stop if masked else None
+    slot = _slots(inputs.tables, block.sequence, i * keys, keys, program.block_size)
+    at = program.head * 2 * head_dim + program.column[None, :]
+    scores = dot(query, _load(inputs.pages, slot, at, there, program.inside).T)
+    values = _load(inputs.pages, slot, at + head_dim, there, program.inside)
+    mask = program.options.mask
+    visible: Any = _visible(block.position[:, None], place[None, :], mask) if masked else None
+    if inputs.partial is not None and masked:
+        visible &= there[None, :]
+    return _accumulate(running, scores, visible, values, program.options)
 
 
-def _merge(
-    parts_ref: Any,  # [splits, T, heads * H]
-    totals_ref: Any,  # [splits, T, heads]: log2 of the sum of a split's weights
-    places: tuple[jax.Array, jax.Array, jax.Array],  # rows [R], their heads [R], their columns [R, C]
-    valid: jax.Array,
-    inside: jax.Array | None,
-    num_splits: jax.Array,
-) -> jax.Array:
-    row, head, at = places
-    together = 8 if at.size <= 2**11 else 1  # splits whose reads overlap
+def _store(program: Program, block: Block, out: Array) -> None:
+    ref = program.outputs.out
+    plgpu.store(ref.at[index_grid(block.row, block.at)], out.astype(ref.dtype), mask=block.mask)
 
-    def add(i: jax.Array, running: Softmax) -> Softmax:
+
+def _store_part(program: Program, block: Block, running: Softmax) -> None:
+    """Leaves a split's part, its values divided by their weights, to the one that ends last: that merges."""
+    outputs, (peak, total, part) = program.outputs, running
+    plgpu.store(outputs.parts.at[(program.split, *index_grid(block.row, block.at))], part, mask=block.mask)
+    logs = peak * _factor(program.options) + jnp.log2(total)
+    plgpu.store(outputs.totals.at[program.split, block.row, block.head], logs, mask=block.valid)
+    if not interpreted():
+        plgpu.debug_barrier()
+    num_ended = plgpu.atomic_add(outputs.semaphores.at[block.start, program.head], (), jnp.int32(1))
+    is_last = num_ended == block.num_splits - 1
+    pl.when(is_last)(lambda: _store(program, block, _merged(program, block)))
+
+
+def _merged(program: Program, block: Block) -> Array:
+    outputs = program.outputs
+    together = 8 if block.at.size <= 2**11 else 1  # splits whose reads overlap
+
+    def add(i: Array, running: Softmax) -> Softmax:
         splits = [i * together + j for j in range(together)]
-        there = [valid & (split < num_splits) for split in splits]
+        there = [block.valid & (split < block.num_splits) for split in splits]
         logs = [
-            plgpu.load(totals_ref.at[split, row, head], mask=mask, other=HIDDEN)
+            plgpu.load(outputs.totals.at[split, block.row, block.head], mask=mask, other=HIDDEN)
             for split, mask in zip(splits, there, strict=True)
         ]
         parts = [
             plgpu.load(
-                parts_ref.at[(split, *index_grid(row, at))], mask=_both(mask, inside, at.shape), other=0
+                outputs.parts.at[(split, *index_grid(block.row, block.at))],
+                mask=_both(mask, program.inside, block.at.shape),
+                other=0,
             )
             for split, mask in zip(splits, there, strict=True)
         ]
@@ -274,11 +302,11 @@ def _merge(
         sums = sum((p * w[:, None] for p, w in zip(parts, weights, strict=True)), sums * shrink[:, None])
         return new_peak, sum(weights, total * shrink), sums
 
-    _, total, sums = lax.fori_loop(0, pl.cdiv(num_splits, together), add, _start(*at.shape))
+    _, total, sums = lax.fori_loop(0, pl.cdiv(block.num_splits, together), add, _start(*block.at.shape))
     return sums / jnp.maximum(total, 1e-30)[:, None]
 
 
-def _splits(first: jax.Array, stop: jax.Array, tiling: Tiling) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _splits(first: Array, stop: Array, tiling: Tiling) -> tuple[Array, Array, Array]:
     """Where the splits of these keys begin, in whole tiles; the length of one; and their number, below 1
     where there are no keys."""
     first = lax.div(first, tiling.keys) * tiling.keys
@@ -287,52 +315,45 @@ def _splits(first: jax.Array, stop: jax.Array, tiling: Tiling) -> tuple[jax.Arra
     return first, length, pl.cdiv(stop - first, length)
 
 
-def _stretches(
-    begin: jax.Array,
-    stop: jax.Array,
-    all_before: jax.Array,
-    all_from: jax.Array | None,
-    one_row: bool,
-    keys: int,
-) -> list[tuple[bool, jax.Array, jax.Array]]:
-    """Tiles [low, high) to visit, and whether some row does not see all of them. All rows see the keys from
-    `all_from` (None: the first) to `all_before`."""
-    low, high = lax.div(begin, keys), pl.cdiv(stop, keys)
+def _stretches(block: Block, mask: Mask, one_row: bool, keys: int) -> list[tuple[bool, Array, Array]]:
+    """Tiles [low, high) of a split's keys, and whether some row does not see all of them."""
+    # All rows see the keys from `all_from` (None: the first) to `all_before`.
+    all_from = None if mask == Mask() else first_key(block.highest, mask)
+    all_before = block.lowest + 1
+    low, high = lax.div(block.begin, keys), pl.cdiv(block.stop, keys)
     if one_row:  # masks cost nothing where memory is waited for
         return [(True, low, high)]
     middle = low if all_from is None else jnp.clip(pl.cdiv(all_from, keys), low, high)
-    middle_end = jnp.clip(lax.div(jnp.minimum(all_before, stop), keys), middle, high)
+    middle_end = jnp.clip(lax.div(jnp.minimum(all_before, block.stop), keys), middle, high)
     before = [] if all_from is None else [(True, low, middle)]
     return [*before, (False, middle, middle_end), (True, middle_end, high)]
 
 
-def _visible(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
+def _visible(query: Array, key: Array, mask: Mask) -> Array:
     return (key <= query) & (key >= first_key(query, mask))
 
 
-def _slots(tables_ref: Any, sequence: jax.Array, start: jax.Array, keys: int, block_size: int) -> jax.Array:
+def _slots(tables_ref: Any, sequence: Array, start: Array, keys: int, block_size: int) -> Array:
     """Where the keys from `start` on lie; those past the table lie anywhere."""
     place = lax.iota(jnp.int32, keys)
     if block_size % keys == 0:
-        return (
-            tables_ref[sequence, lax.div(start, block_size)] * block_size + lax.rem(start, block_size) + place
-        )
+        block = tables_ref[sequence, lax.div(start, block_size)]
+        return block * block_size + lax.rem(start, block_size) + place
     place += start
-    block = jnp.minimum(lax.div(place, block_size), tables_ref.shape[1] - 1)
-    return tables_ref[jnp.broadcast_to(sequence, block.shape), block] * block_size + lax.rem(
-        place, block_size
-    )
+    nth = jnp.minimum(lax.div(place, block_size), tables_ref.shape[1] - 1)
+    block = tables_ref[jnp.broadcast_to(sequence, nth.shape), nth]
+    return block * block_size + lax.rem(place, block_size)
 
 
 def _accumulate(
-    running: Softmax, scores: jax.Array, visible: jax.Array | None, values: jax.Array, options: Options
+    running: Softmax, scores: Array, visible: Array | None, values: Array, options: Options
 ) -> Softmax:
     peak, total, sums = running
     if options.softcap is not None:
         scores = jnp.tanh(scores * (options.scale / options.softcap)) * options.softcap
     if visible is not None:
         scores = jnp.where(visible, scores, HIDDEN)
-    exp2 = _fast_exp2 if values.dtype != jnp.float32 and not _interpreted() else jnp.exp2
+    exp2 = _fast_exp2 if values.dtype != jnp.float32 and not interpreted() else jnp.exp2
     factor, new_peak = _factor(options), jnp.maximum(peak, jnp.max(scores, axis=1))
     weights = exp2(scores * factor - (new_peak * factor)[:, None])  # exactly 0 where hidden
     shrink = exp2((peak - new_peak) * factor)
@@ -345,7 +366,7 @@ def _factor(options: Options) -> float:
     return LOG2_E if options.softcap is not None else options.scale * LOG2_E
 
 
-def _fast_exp2(x: jax.Array) -> jax.Array:
+def _fast_exp2(x: Array) -> Array:
     """Far more exact than bfloat16; the plain one takes care of numbers that it would round to 0."""
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     code = "ex2.approx.ftz.f32 $0, $1;"
@@ -355,27 +376,25 @@ def _fast_exp2(x: jax.Array) -> jax.Array:
     return out
 
 
-def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: Array, b: Array) -> Array:
     exact = a.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _load(
-    ref: Any, row: jax.Array, column: jax.Array, there: jax.Array | None, inside: jax.Array | None
-) -> jax.Array:
+def _load(ref: Any, row: Array, column: Array, there: Array | None, inside: Array | None) -> Array:
     """ref[row [R], column [1 or R, C]]; 0 where a row is not there or a column not inside."""
     shape = (len(row), column.shape[1])
     mask = _both(there, inside, shape)
     return plgpu.load(ref.at[index_grid(row, column)], mask=mask, other=None if mask is None else 0)
 
 
-def index_grid(row: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+def index_grid(row: Array, column: Array) -> tuple[Array, Array]:
     shape = (len(row), column.shape[1])
     return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column, shape)
 
 
-def _both(there: jax.Array | None, inside: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+def _both(there: Array | None, inside: Array | None, shape: tuple[int, ...]) -> Array | None:
     rows = None if there is None else jnp.broadcast_to(there[:, None], shape)
     columns = None if inside is None else jnp.broadcast_to(inside[None, :], shape)
     if rows is None or columns is None:
@@ -402,11 +421,11 @@ def launched(
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out),
         input_output_aliases=aliases or {},
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=_interpreted(),
+        interpret=interpreted(),
     )
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
     return jax.default_backend() == "cpu"
 
 

@@ -13,32 +13,31 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Batch, Mask
 
 DECODE_STRETCH = 256  # keys of each sequence scored at a time
 PREFILL_STRETCH = 128
 QUERY_BLOCK = 128  # prefill rows scored at a time
-HIDDEN = -1e30  # a score that is not seen; finite, so that rows without any key yet stay numbers
-NO_PEAK = -1e20  # the maximum of no scores: far below any that is seen, far above HIDDEN
 
 # (weights' running maximum, their running sum, the running sum of weighted values)
-Softmax = tuple[jax.Array, jax.Array, jax.Array]
+Softmax = tuple[Array, Array, Array]
 
 
 def paged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pages: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    pages: Array,
     batch: Batch,
     *,
     mask: Mask,
     scale: float,
     softcap: float | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """See kernels.attention.PagedAttention."""
-    pages = write_kv(k, v, pages, batch.slots)
+    pages = write_kv(k, v, pages, batch.kv_slots)
     q = q * scale
     num_decode = len(batch.decode_tables)
     positions, sequences = batch.positions, batch.sequences - num_decode
@@ -53,7 +52,7 @@ def paged_attention(
     return jnp.concatenate(parts), pages
 
 
-def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
+def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> Array:
     kv = jnp.stack([k, v], axis=2).astype(pages.dtype)  # [T, K, 2, H]
     if len(slots) == 1:  # of a single row XLA makes an update that copies all pages, so write it twice
         kv, slots = jnp.tile(kv, (2, 1, 1, 1)), jnp.tile(slots, 2)
@@ -62,17 +61,12 @@ def write_kv(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> 
 
 
 def _decode(
-    q: jax.Array,
-    positions: jax.Array,
-    pages: jax.Array,
-    tables: jax.Array,
-    mask: Mask,
-    softcap: float | None,
-) -> jax.Array:
+    q: Array, positions: Array, pages: Array, tables: Array, mask: Mask, softcap: float | None
+) -> Array:
     """q [S, K, G, H], one row for each sequence."""
     tables, length = _stretches(tables, pages, DECODE_STRETCH)
 
-    def add(i: jax.Array, running: Softmax) -> Softmax:
+    def add(i: Array, running: Softmax) -> Softmax:
         keys, values = _stretch(pages, tables[:, i])  # [S, K, C, H]
         # On CPUs a product copies its second factor: let that be the few queries, and let it stay so.
         scores = jnp.einsum("skch,skgh->skcg", keys, q, preferred_element_type=jnp.float32)
@@ -86,23 +80,19 @@ def _decode(
 
 
 def _prefill(
-    rows: tuple[jax.Array, jax.Array, jax.Array],
-    pages: jax.Array,
-    tables: jax.Array,
-    mask: Mask,
-    softcap: float | None,
-) -> jax.Array:
+    rows: tuple[Array, Array, Array], pages: Array, tables: Array, mask: Mask, softcap: float | None
+) -> Array:
     """rows: q [T, K, G, H], positions [T], sequences [T]."""
     num_seqs = len(tables)
     tables, length = _stretches(tables, pages, PREFILL_STRETCH)
 
-    def attend(rows: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def attend(rows: tuple[Array, Array, Array]) -> Array:
         q, positions, sequences = rows
         q = q.transpose(1, 2, 0, 3)  # [K, G, T, H]
         owned = sequences == jnp.arange(num_seqs)[:, None]  # [S, T]
         num_stretches = jnp.max(jnp.where(owned, positions // length + 1, 0), axis=1)
 
-        def add(sequence: jax.Array, i: jax.Array, running: Softmax) -> Softmax:
+        def add(sequence: Array, i: Array, running: Softmax) -> Softmax:
             keys, values = _stretch(pages, tables[sequence, i])  # [K, C, H]
             scores = jnp.einsum("kgth,kch->kgtc", q, keys, preferred_element_type=jnp.float32)
             visible = _visible(positions[:, None], i * length + jnp.arange(length), mask)
@@ -111,10 +101,10 @@ def _prefill(
             weighted = lambda weights: jnp.einsum("kgtc,kch->kgth", weights, seen)  # noqa: E731
             return _accumulate(running, _capped(scores, softcap), visible, weighted)
 
-        def visit(sequence: jax.Array, running: Softmax) -> Softmax:
+        def attend_to(sequence: Array, running: Softmax) -> Softmax:
             return jax.lax.fori_loop(0, num_stretches[sequence], partial(add, sequence), running)
 
-        return _finish(jax.lax.fori_loop(0, num_seqs, visit, _start(q)), q).transpose(2, 0, 1, 3)
+        return _finish(jax.lax.fori_loop(0, num_seqs, attend_to, _start(q)), q).transpose(2, 0, 1, 3)
 
     q = rows[0]
     if len(q) <= QUERY_BLOCK or len(q) % QUERY_BLOCK:
@@ -123,7 +113,7 @@ def _prefill(
     return jax.lax.map(attend, blocks).reshape(q.shape)
 
 
-def _stretches(tables: jax.Array, pages: jax.Array, num_keys: int) -> tuple[jax.Array, int]:
+def _stretches(tables: Array, pages: Array, num_keys: int) -> tuple[Array, int]:
     """tables [S, B] cut into stretches [S, stretches, blocks of one], and the length of one in keys."""
     num_seqs, num_blocks = tables.shape
     per_stretch = min(max(num_keys // pages.shape[1], 1), num_blocks)
@@ -131,11 +121,11 @@ def _stretches(tables: jax.Array, pages: jax.Array, num_keys: int) -> tuple[jax.
     return tables.reshape(num_seqs, -1, per_stretch), per_stretch * pages.shape[1]
 
 
-def _stretch(pages: jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _stretch(pages: Array, blocks: Array) -> tuple[Array, Array]:
     """Keys and values [..., K, C, H] of the given blocks [..., B], gathered straight into that order."""
     heads = jnp.arange(pages.shape[2])[:, None]
 
-    def gather(i: int) -> jax.Array:
+    def gather(i: int) -> Array:
         out = pages.at[blocks[..., None, :], :, heads, i].get(mode="clip")  # [..., K, B, block, H]
         return out.reshape(*out.shape[:-3], -1, out.shape[-1])
 
@@ -145,26 +135,26 @@ def _stretch(pages: jax.Array, blocks: jax.Array) -> tuple[jax.Array, jax.Array]
     return keys, values
 
 
-def _visible(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
+def _visible(query: Array, key: Array, mask: Mask) -> Array:
     seen = key <= query
     if mask.window is not None:
         seen &= query - key < mask.window
-    if mask.chunk is not None:
-        seen &= query // mask.chunk == key // mask.chunk
+    if mask.attention_chunk is not None:
+        seen &= query // mask.attention_chunk == key // mask.attention_chunk
     return seen
 
 
-def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+def _capped(scores: Array, softcap: float | None) -> Array:
     return scores if softcap is None else jnp.tanh(scores / softcap) * softcap
 
 
-def _start(q: jax.Array) -> Softmax:
+def _start(q: Array) -> Softmax:
     shape = q.shape[:-1]
     return jnp.full(shape, NO_PEAK), jnp.zeros(shape), jnp.zeros(q.shape)
 
 
 def _accumulate(
-    running: Softmax, scores: jax.Array, visible: jax.Array, weighted: Callable[[jax.Array], jax.Array]
+    running: Softmax, scores: Array, visible: Array, weighted: Callable[[Array], Array]
 ) -> Softmax:
     peak, total, values = running
     scores = jnp.where(visible, scores, HIDDEN)
@@ -174,7 +164,7 @@ def _accumulate(
     return new_peak, total * shrink + weights.sum(axis=-1), values * shrink[..., None] + weighted(weights)
 
 
-def _finish(running: Softmax, q: jax.Array) -> jax.Array:
+def _finish(running: Softmax, q: Array) -> Array:
     _, total, values = running
     # Padding may see nothing. It must still be a number: what it writes to block 0 is read with weight 0.
     return (values / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental.pallas import cdiv
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -35,19 +35,19 @@ MOST_KEYS_OF_A_PAGE = 256  # larger blocks are seen as several pages
 class Runs(NamedTuple):
     """Runs of rows, one after the other from the first row on; the first `num` of R, the others are empty."""
 
-    ends: jax.Array  # [R + 1] of rows, beginning with 0
-    lengths: jax.Array  # [R] keys from the first block of the table up to the run's last row
-    tables: jax.Array  # [R, B]
-    num: jax.Array  # [1]
+    ends: Array  # [R + 1] of rows, beginning with 0
+    lengths: Array  # [R] keys from the first block of the table up to the run's last row
+    tables: Array  # [R, B]
+    num: Array  # [1]
 
 
 def can_attend(num_kv_heads: int, head_dim: int, block_size: int, masks: Iterable[Mask], dtype: Any) -> bool:
     """Whether the kernel is for models like this; `num_kv_heads` are those of one device. What it is not for,
     the reference does."""
     pages_fit = block_size <= MOST_KEYS_OF_A_PAGE or block_size % MOST_KEYS_OF_A_PAGE == 0
-    whole_chunks = all(mask.chunk is None or mask.chunk % block_size == 0 for mask in masks)
+    whole_chunks = all((mask.attention_chunk or 0) % block_size == 0 for mask in masks)
     head_dim = padded_head_dim(head_dim)
-    together = num_kv_heads // _num_apart(num_kv_heads, head_dim)
+    together = num_kv_heads // num_apart(num_kv_heads, head_dim)
     keys_fit = _keys_at_once(together, head_dim) >= min(block_size, MOST_KEYS_OF_A_PAGE)
     return jnp.dtype(dtype) == jnp.bfloat16 and pages_fit and whole_chunks and keys_fit
 
@@ -58,24 +58,24 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def paged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pages: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    pages: Array,
     batch: Batch,
     *,
     mask: Mask,
     scale: float,
     softcap: float | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """See kernels.attention.PagedAttention. Pages are `padded_head_dim` wide, and what lies where in a block
     is not as it says there."""
     head_dim, shape = q.shape[-1], pages.shape
     q, k, v = (_padded(x, shape[-1]) for x in (q, k, v))
     num_blocks, block_size, num_kv_heads = shape[:3]
-    apart = _num_apart(num_kv_heads, shape[-1])
+    apart = num_apart(num_kv_heads, shape[-1])
     pages = pages.reshape(num_blocks * apart, block_size, num_kv_heads // apart, 2, shape[-1])
-    pages = _write(k, v, pages, batch.slots)
+    pages = _write(k, v, pages, batch.kv_slots)
     options = {"sm_scale": scale, "sliding_window": mask.window, "soft_cap": softcap}
     num_decode = len(batch.decode_tables)
     parts = []
@@ -83,7 +83,7 @@ def paged_attention(
         parts.append(_decode(q[:num_decode], pages, batch, mask, options))
     if len(batch.prefill_tables):
         rows = (batch.positions[num_decode:], batch.sequences[num_decode:] - num_decode)
-        is_real = batch.slots[num_decode:] >= block_size  # block 0 is nobody's
+        is_real = batch.kv_slots[num_decode:] >= block_size  # block 0 is nobody's
         runs = prefill_runs(*rows, is_real, batch.prefill_tables, mask, block_size)
         out = _prefill(q[num_decode:], pages, runs, options)
         # The kernel leaves rows that are in no run as they were in its memory.
@@ -91,7 +91,7 @@ def paged_attention(
     return jnp.concatenate(parts)[..., :head_dim], pages.reshape(shape)
 
 
-def _write(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
+def _write(k: Array, v: Array, pages: Array, slots: Array) -> Array:
     """k, v [T, K, H] into pages [N * A, block, K / A, 2, H]."""
     block_size, together = pages.shape[1:3]
     whole = _pages_of((slots // block_size)[:, None], k.shape[1] // together)  # [T, A, 1]
@@ -100,7 +100,7 @@ def _write(k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array) -> ja
     return write_kv(k, v, pages, slots)
 
 
-def _decode(q: jax.Array, pages: jax.Array, batch: Batch, mask: Mask, options: dict[str, Any]) -> jax.Array:
+def _decode(q: Array, pages: Array, batch: Batch, mask: Mask, options: dict[str, Any]) -> Array:
     """q [S, K, G, H] -> [S, K, G, H]; heads that lie apart are as many sequences."""
     (num_rows, num_kv_heads), block_size = q.shape[:2], pages.shape[1]
     apart = num_kv_heads // pages.shape[2]
@@ -117,7 +117,7 @@ def _decode(q: jax.Array, pages: jax.Array, batch: Batch, mask: Mask, options: d
     return jnp.concatenate(parts).reshape(q.shape)
 
 
-def _prefill(q: jax.Array, pages: jax.Array, runs: Runs, options: dict[str, Any]) -> jax.Array:
+def _prefill(q: Array, pages: Array, runs: Runs, options: dict[str, Any]) -> Array:
     """q [T, K, G, H] -> [T, K, G, H]; heads that lie apart are as many calls."""
     apart = q.shape[1] // pages.shape[2]
     tables = _pages_of(runs.tables, apart)
@@ -128,7 +128,7 @@ def _prefill(q: jax.Array, pages: jax.Array, runs: Runs, options: dict[str, Any]
     return jnp.concatenate(parts, axis=1)
 
 
-def _num_apart(num_kv_heads: int, head_dim: int) -> int:
+def num_apart(num_kv_heads: int, head_dim: int) -> int:
     """Into how many pages the KV heads of a block are divided: the fewest that the kernel can read."""
 
     def fits(together: int) -> bool:
@@ -137,16 +137,16 @@ def _num_apart(num_kv_heads: int, head_dim: int) -> int:
     return next(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and fits(num_kv_heads // n))
 
 
-def _pages_of(blocks: jax.Array, apart: int) -> jax.Array:
+def _pages_of(blocks: Array, apart: int) -> Array:
     """[R, B] -> [R, A, B]."""
     return blocks[:, None] * apart + jnp.arange(apart)[:, None]
 
 
-def _padded(x: jax.Array, head_dim: int) -> jax.Array:
+def _padded(x: Array, head_dim: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
 
 
-def decode_runs(positions: jax.Array, tables: jax.Array, mask: Mask, block_size: int) -> Runs:
+def decode_runs(positions: Array, tables: Array, mask: Mask, block_size: int) -> Runs:
     """Every row is a run, padding too: it sees one key of block 0."""
     num = len(tables)
     first = _first_block(positions, mask, block_size)
@@ -159,20 +159,15 @@ def decode_runs(positions: jax.Array, tables: jax.Array, mask: Mask, block_size:
 
 
 def prefill_runs(
-    positions: jax.Array,
-    sequences: jax.Array,
-    is_real: jax.Array,
-    tables: jax.Array,
-    mask: Mask,
-    block_size: int,
+    positions: Array, sequences: Array, is_real: Array, tables: Array, mask: Mask, block_size: int
 ) -> Runs:
     """positions [T], sequences [T]: rows of a sequence together and in order, padding behind them. A sequence
     is a run, or, where it crosses from one chunk to the next, several."""
     num_rows, most = len(positions), len(tables)
     begins = is_real & (sequences != jnp.roll(sequences, 1))
-    if mask.chunk is not None:
-        begins |= is_real & (positions % mask.chunk == 0)
-        most = min(2 * most + num_rows // mask.chunk, num_rows)
+    if mask.attention_chunk is not None:
+        begins |= is_real & (positions % mask.attention_chunk == 0)
+        most = min(2 * most + num_rows // mask.attention_chunk, num_rows)
     # There is always one, even if all is padding: the kernel reads ahead for it in any case.
     begins = begins.at[0].set(True)
     num_real = jnp.maximum(is_real.sum(dtype=jnp.int32), 1)
@@ -189,28 +184,28 @@ def prefill_runs(
     )
 
 
-def _first_block(positions: jax.Array, mask: Mask, block_size: int) -> jax.Array:
+def _first_block(positions: Array, mask: Mask, block_size: int) -> Array:
     """The first that runs see which begin at these positions. A chunk begins with a block, so that what
     lies before it is left out exactly; of a window's first block the kernel hides what is not seen."""
     return first_key(positions, mask) // block_size
 
 
-def _width(tables: jax.Array, num_rows: int, mask: Mask, block_size: int) -> int:
+def _width(tables: Array, num_rows: int, mask: Mask, block_size: int) -> int:
     """The most blocks that a run of so many rows can see."""
     width = tables.shape[1]
     if mask.window is not None:
         width = min(width, (mask.window + num_rows + block_size - 3) // block_size + 1)
-    if mask.chunk is not None:
-        width = min(width, mask.chunk // block_size)
+    if mask.attention_chunk is not None:
+        width = min(width, mask.attention_chunk // block_size)
     return width
 
 
-def _from_block(tables: jax.Array, first: jax.Array, width: int) -> jax.Array:
+def _from_block(tables: Array, first: Array, width: int) -> Array:
     """[R, B] -> [R, width]; what lies behind a table's end is not read."""
     return jnp.take_along_axis(tables, first[:, None] + jnp.arange(width), axis=1, mode="clip")
 
 
-def _attend(q: jax.Array, pages: jax.Array, runs: Runs, max_rows: int, options: dict[str, Any]) -> jax.Array:
+def _attend(q: Array, pages: Array, runs: Runs, max_rows: int, options: dict[str, Any]) -> Array:
     """q [T, K, G, H] -> [T, K, G, H]."""
     num_rows, num_kv_heads, group, head_dim = q.shape
     block_size, tables = pages.shape[1], runs.tables

@@ -6,8 +6,8 @@ see all tokens. It knows nothing of meshes: it sees the width of one device.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
 from hex_llm.kernels.experts import Activation, by_expert, dense
@@ -19,17 +19,17 @@ MAX_SIDE = 1024  # of a tile of the weights: with all that is read ahead, half o
 
 
 def fused_moe(
-    x: jax.Array,
-    chosen: jax.Array,
-    scores: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    x: Array,
+    chosen: Array,
+    scores: Array,
+    gate_up: Array,
+    down: Array,
     *,
     activation: Activation,
     scale_input: bool,
     few_tokens: int = FEW_TOKENS,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """See kernels.experts.RoutedExperts."""
     if len(x) <= few_tokens:
         return dense(x, chosen, scores, gate_up, down, activation=activation, scale_input=scale_input)
@@ -40,9 +40,9 @@ def fused_moe(
     pairs = jnp.pad(order, (0, -len(order) % rows))
     sizes = jnp.diff(ends.at[-1].set(len(pairs)), prepend=0)
 
-    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def product(x: Array, weight: Array) -> Array:
         tiling = (rows, _side(weight.shape[2]), _side(weight.shape[1]))
-        out: jax.Array = gmm(x, weight, sizes, x.dtype, tiling, transpose_rhs=True, interpret=interpret)
+        out: Array = gmm(x, weight, sizes, x.dtype, tiling, transpose_rhs=True, interpret=interpret)
         return out
 
     inputs = x[pairs // chosen.shape[1]]

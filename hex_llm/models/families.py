@@ -190,7 +190,9 @@ def _llama4_layer(c: HFConfig, spec: ModelSpec, roped: bool, kind: str, sparse: 
     )
     return Layer(
         rope=spec.layers[0].rope if roped else None,
-        mask=Mask(chunk=c.integer("attention_chunk_size", 8192) if kind == "chunked_attention" else None),
+        mask=Mask(
+            attention_chunk=c.integer("attention_chunk_size", 8192) if kind == "chunked_attention" else None
+        ),
         ffn_size=c.integer("intermediate_size_mlp", 16384),
         experts=_checked(experts) if sparse else None,
         qk_norm=roped and c.boolean("use_qk_norm", True),

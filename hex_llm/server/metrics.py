@@ -247,7 +247,7 @@ class _EngineNumbers(Collector):
             ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", s.num_prefix_hits),
             ("vllm:num_preemptions", "Preemptions.", s.num_preemptions),
             ("vllm:estimated_flops_per_gpu", "Floating point operations of a device.", s.num_flops),
-            ("hex_llm:padding_tokens", "Tokens that steps computed in vain: padding.", s.num_padding),
+            ("hex_llm:padding_tokens", "Tokens that steps wasted on padding.", s.num_padding),
             ("hex_llm:late_compiles", "Programs compiled after the warm-up.", s.num_late_compiles),
             ("hex_llm:engine_steps", "Steps of the engine.", engine_status.num_steps),
         ):

@@ -101,8 +101,8 @@ def test_pack_and_unpack() -> None:
             np.testing.assert_array_equal(tables[row, :reached], one.blocks[:reached])
             assert not tables[row, reached:].any(), "what it does not reach is padding"
             blocks = np.array(one.blocks)[places // 8]
-            np.testing.assert_array_equal(batch.slots[start:end], blocks * 8 + places % 8)
+            np.testing.assert_array_equal(batch.kv_slots[start:end], blocks * 8 + places % 8)
             assert inputs.last_tokens[row] == end - 1
             assert inputs.slots[row] == one.slot
             assert inputs.chosen_slots[row] == (one.slot if one.samples else 0)
-        assert not batch.slots[~used].any(), "padding writes to block 0"
+        assert not batch.kv_slots[~used].any(), "padding writes to block 0"

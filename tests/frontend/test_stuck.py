@@ -168,7 +168,7 @@ def test_a_stopped_engine_does_not_hold_up_the_end() -> None:
 
 
 def test_a_new_engine_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no process or folder can be had for a moment."""
+    """Where no process or folder is available for a moment."""
     real, num_failed = module.private_folder, 0
 
     def full() -> Any:

@@ -22,8 +22,8 @@ def dense(
     seen = places <= position
     if mask.window is not None:
         seen &= places > position - mask.window
-    if mask.chunk is not None:
-        seen &= places // mask.chunk == position // mask.chunk
+    if mask.attention_chunk is not None:
+        seen &= places // mask.attention_chunk == position // mask.attention_chunk
     scores = np.einsum("kgh,ckh->kgc", q, k) * HEAD_DIM**-0.5
     if softcap is not None:
         scores = np.tanh(scores / softcap) * softcap
@@ -44,7 +44,13 @@ every_one = pytest.mark.parametrize(
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(
     ("mask", "softcap"),
-    [(Mask(), None), (Mask(window=5), None), (Mask(window=300), 2.0), (Mask(chunk=7), None), (Mask(), 1.5)],
+    [
+        (Mask(), None),
+        (Mask(window=5), None),
+        (Mask(window=300), 2.0),
+        (Mask(attention_chunk=7), None),
+        (Mask(), 1.5),
+    ],
 )
 def test_ragged_batch(
     paged_attention: PagedAttention, block_size: int, group: int, mask: Mask, softcap: float | None
@@ -74,7 +80,7 @@ def test_ragged_batch(
     batch = Batch(
         positions=jnp.array([p for _, p in rows] + pad),
         sequences=jnp.array([i for i, _ in rows] + pad),
-        slots=jnp.array(place + pad),
+        kv_slots=jnp.array(place + pad),
         decode_tables=jnp.array(tables[: len(decodes)]),
         prefill_tables=jnp.array(tables[len(decodes) :]),
     )
@@ -175,7 +181,7 @@ def test_what_is_hidden_cannot_spread(paged_attention: PagedAttention, bad: floa
         np.testing.assert_array_equal(attend(), expected)
     else:
         v[21, 0, 3] = bad  # the prefill's token 20, one head of it
-        found = attend()
-        np.testing.assert_array_equal(found[:21], expected[:21])
-        np.testing.assert_array_equal(found[:, 1], expected[:, 1])
-        assert np.isnan(found[21:, 0]).all(), "who sees it is told so"
+        out = attend()
+        np.testing.assert_array_equal(out[:21], expected[:21])
+        np.testing.assert_array_equal(out[:, 1], expected[:, 1])
+        assert np.isnan(out[21:, 0]).all(), "who sees it is told so"

@@ -98,11 +98,11 @@ def test_with_a_compiler_that_fails(
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     """The paths of libraries that are loaded; JAX's cache is in `kept`, and nothing is compiled."""
-    found: list[Path] = []
+    paths: list[Path] = []
 
     def load(path: str) -> None:
-        found.append(Path(path))
-        assert found[-1].exists()
+        paths.append(Path(path))
+        assert paths[-1].exists()
         raise OSError("not in this test")
 
     def compile_nothing(command: list[str], **_: object) -> None:
@@ -113,7 +113,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pat
     before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "kept"))
     cpu.panel_width.cache_clear()
-    yield found
+    yield paths
     cpu.panel_width.cache_clear()
     jax.config.update("jax_compilation_cache_dir", before)
 

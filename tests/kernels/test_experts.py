@@ -53,8 +53,8 @@ def expected(given: Sequence[Any], scale_input: bool) -> np.ndarray:
     out = np.zeros(x.shape)
     for t, of_token in enumerate(chosen.astype(int)):
         for j, expert in enumerate(of_token):
-            told = x[t] * scores[t, j] if scale_input else x[t]
-            gate, up = gate_up[expert] @ told
+            inputs = x[t] * scores[t, j] if scale_input else x[t]
+            gate, up = gate_up[expert] @ inputs
             expert_out = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
             out[t] += expert_out if scale_input else expert_out * scores[t, j]
     return out
@@ -99,8 +99,8 @@ def test_bfloat16_on_gpus(num_tokens: int) -> None:
     rng = np.random.default_rng(1)
     spread = [tuple(rng.permutation(5)[:2]) for _ in range(num_tokens)]
     given = arguments(spread, jnp.bfloat16, width=136, inputs=152)
-    wanted = expected(given, scale_input=False)
-    error = np.linalg.norm(run(gpu_experts.fused_moe, given) - wanted) / np.linalg.norm(wanted)
+    exact = expected(given, scale_input=False)
+    error = np.linalg.norm(run(gpu_experts.fused_moe, given) - exact) / np.linalg.norm(exact)
     assert error < 4e-3  # what goes on and what comes out are rounded once each
 
 
@@ -151,7 +151,7 @@ def test_lowers_for_gpus(num_tokens: int, dtype: Any, activation: Any, monkeypat
     """As far as that goes without a GPU: to Triton's own language."""
     if jax.default_backend() != "cpu":
         pytest.skip("it runs here")
-    monkeypatch.setattr(gpu_kernel, "_interpreted", lambda: False)
+    monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
     given = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype)
     function = partial(gpu_experts.fused_moe, activation=activation, scale_input=False)
     lowered = jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",))

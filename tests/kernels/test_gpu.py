@@ -46,7 +46,7 @@ def ragged(
     batch = Batch(
         positions=jnp.array([p for _, p in rows], jnp.int32),
         sequences=jnp.array([i for i, _ in rows], jnp.int32),
-        slots=jnp.array(slots, jnp.int32),
+        kv_slots=jnp.array(slots, jnp.int32),
         decode_tables=jnp.array(tables[: len(decodes)]),
         prefill_tables=jnp.array(tables[len(decodes) :]),
     )
@@ -73,7 +73,7 @@ def check(arguments: tuple[Any, ...], mask: Mask, softcap: float | None = None) 
     with jax.default_matmul_precision("highest"):
         expected, stored = run(reference.paged_attention, exact, **options)
     np.testing.assert_array_equal(pages[1:].astype(jnp.float32), stored[1:])
-    real = np.asarray(arguments[4].slots) > 0
+    real = np.asarray(arguments[4].kv_slots) > 0
     tolerance = {"atol": 2e-6} if out.dtype == jnp.float32 else {"atol": 2e-2, "rtol": 2e-2}
     got = np.asarray(out.astype(jnp.float32))
     np.testing.assert_allclose(got[real], np.asarray(expected)[real], **tolerance)
@@ -86,7 +86,7 @@ def check(arguments: tuple[Any, ...], mask: Mask, softcap: float | None = None) 
         (Mask(), None, 3, 16, 16, jnp.float32),
         (Mask(window=5), 1.5, 1, 96, 8, jnp.float32),
         (Mask(window=100), None, 7, 64, 32, jnp.bfloat16),
-        (Mask(chunk=48), None, 32, 16, 512, jnp.float32),
+        (Mask(attention_chunk=48), None, 32, 16, 512, jnp.float32),
         (Mask(), 1.5, 2, 16, 2048, jnp.bfloat16),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_row_does_not_depend_on_its_neighbours(decodes: list[int], chunks: lis
     q, k, v, pages, batch = ragged(decodes, chunks, num_padding=0)
     together, _ = run(gpu.paged_attention, (q, k, v, pages, batch), **options)
     first = chunks[0][1] if chunks else 1
-    tokens = (x[:first] for x in (batch.positions, batch.sequences, batch.slots))
+    tokens = (x[:first] for x in (batch.positions, batch.sequences, batch.kv_slots))
     alone = Batch(*tokens, batch.decode_tables[:1], batch.prefill_tables[:1])
     out, _ = run(gpu.paged_attention, (q[:first], k[:first], v[:first], pages, alone), **options)
     np.testing.assert_array_equal(together[:first], out)
@@ -154,7 +154,7 @@ def test_lowers_for_gpus(dtype: Any, softcap: float | None, monkeypatch: pytest.
     """As far as that goes without a GPU: to Triton's own language."""
     if jax.default_backend() != "cpu":
         pytest.skip("it runs here")
-    monkeypatch.setattr(gpu_kernel, "_interpreted", lambda: False)
+    monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
     arguments = ragged(DECODES, CHUNKS, dtype=dtype, group=3, head_dim=96, num_padding=2)
 
     def attend(*arguments: Any) -> Any:

@@ -89,7 +89,7 @@ def test_exactly(begun: list[int | None], splits: int, window: int | None) -> No
     options, tiling = Options(Mask(window), 0.25, None), Tiling(32, 16, splits, 32, warps=4, stages=2)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, batch: Batch) -> jax.Array:
-        pages, semaphores = gpu.write_kv(k, v, pages, batch.slots)
+        pages, semaphores = gpu.write_kv(k, v, pages, batch.kv_slots)
         rows = batch.positions, batch.sequences
         return gpu.continued_prefill(q, k, v, *rows, pages, batch.prefill_tables, semaphores, options, tiling)
 
@@ -109,8 +109,8 @@ def test_padding_becomes_zero_and_sequences_without_rows_do_no_harm(
     options = {"mask": Mask(), "scale": 0.25, "softcap": None}
     out, _ = run(gpu.paged_attention, (q, k, v, pages, batch), **options)
     expected, _ = run(reference.paged_attention, (q, k, v, pages, batch), **options)
-    got, wanted = (np.asarray(x.astype(jnp.float32)) for x in (out, expected))
-    np.testing.assert_allclose(got[:35], wanted[:35], atol=2e-2, rtol=2e-2)
+    got, reference_out = (np.asarray(x.astype(jnp.float32)) for x in (out, expected))
+    np.testing.assert_allclose(got[:35], reference_out[:35], atol=2e-2, rtol=2e-2)
     assert not got[35:].any()
 
 
@@ -120,7 +120,7 @@ def test_padding_becomes_zero_and_sequences_without_rows_do_no_harm(
         (gpu.MIN_CUDNN_ROWS, jnp.bfloat16, Mask(window=5), None, True),
         (gpu.MIN_CUDNN_ROWS - 1, jnp.bfloat16, Mask(), None, False),
         (gpu.MIN_CUDNN_ROWS, jnp.float32, Mask(), None, False),
-        (gpu.MIN_CUDNN_ROWS, jnp.bfloat16, Mask(chunk=64), None, False),
+        (gpu.MIN_CUDNN_ROWS, jnp.bfloat16, Mask(attention_chunk=64), None, False),
         (gpu.MIN_CUDNN_ROWS, jnp.bfloat16, Mask(), 30.0, False),
     ],
 )
@@ -151,7 +151,7 @@ def test_lowers_for_gpus(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(gpu_cudnn, "can_attend", lambda *_: True)
-    monkeypatch.setattr(gpu_kernel, "_interpreted", lambda: False)
+    monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
     monkeypatch.setattr(gpu, "MIN_CUDNN_ROWS", 1)
     arguments = ragged([9], [(64, 40)] * num_seqs, dtype=jnp.bfloat16, group=4, head_dim=64)
 

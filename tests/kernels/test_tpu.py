@@ -40,10 +40,10 @@ def ragged(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Batch]:
     """The arguments of paged_attention, of a step as the engine packs it; `padding` is added to its sizes."""
     rng = np.random.default_rng(len(decodes) + block_size)
-    rope_lengths = [(p, 1) for p in decodes] + chunks
-    width = max(-(-(cached + new) // block_size) for cached, new in rope_lengths)
-    blocks = (rng.permutation(len(rope_lengths) * width) + 1).reshape(len(rope_lengths), width).tolist()
-    rows = [Chunk(i + 1, *rope_length, blocks[i], 0, True) for i, rope_length in enumerate(rope_lengths)]
+    spans = [(p, 1) for p in decodes] + chunks
+    width = max(-(-(cached + new) // block_size) for cached, new in spans)
+    blocks = (rng.permutation(len(spans) * width) + 1).reshape(len(spans), width).tolist()
+    rows = [Chunk(i + 1, *span, blocks[i], 0, True) for i, span in enumerate(spans)]
     plan = StepPlan(tuple(rows[: len(decodes)]), tuple(rows[len(decodes) :]))
     sizes = (len(decodes), len(chunks), sum(new for _, new in chunks), width)
     shape = StepShape(*(n + more for n, more in zip(sizes, padding, strict=True)))
@@ -54,7 +54,7 @@ def ragged(
 
     q = normal(shape.num_tokens, kv_heads, group, head_dim)
     k, v = normal(shape.num_tokens, kv_heads, head_dim), normal(shape.num_tokens, kv_heads, head_dim)
-    return q, k, v, normal(len(rope_lengths) * width + 1, block_size, kv_heads, 2, head_dim), batch
+    return q, k, v, normal(len(spans) * width + 1, block_size, kv_heads, 2, head_dim), batch
 
 
 class Model:
@@ -119,7 +119,7 @@ def check(model: Model, arguments: tuple[Any, ...], mask: Mask, softcap: float |
     out, held = model.run((q, k, v, as_held(pages), batch), **options)
     expected, stored = hasty(partial(reference.paged_attention, **options), *arguments)
     np.testing.assert_array_equal(held[1:], as_held(stored)[1:])
-    real = np.asarray(arguments[4].slots) > 0
+    real = np.asarray(arguments[4].kv_slots) > 0
     np.testing.assert_allclose(np.asarray(out)[real], np.asarray(expected)[real], atol=3e-6)
     assert np.isfinite(np.asarray(out)).all(), "padding must stay finite"
 
@@ -127,7 +127,7 @@ def check(model: Model, arguments: tuple[Any, ...], mask: Mask, softcap: float |
 def as_held(pages: jax.Array) -> jax.Array:
     """Pages as the reference has them, as the kernel wants them."""
     num, block_size, kv_heads, _, head_dim = pages.shape
-    apart = tpu._num_apart(kv_heads, tpu.padded_head_dim(head_dim))
+    apart = tpu.num_apart(kv_heads, tpu.padded_head_dim(head_dim))
     apart_first = pages.reshape(num, block_size, apart, -1, 2, head_dim).swapaxes(1, 2)
     wide = jnp.pad(apart_first, [(0, 0)] * 5 + [(0, tpu.padded_head_dim(head_dim) - head_dim)])
     return wide.reshape(num, block_size, kv_heads, 2, -1)
@@ -135,7 +135,7 @@ def as_held(pages: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("mask", "softcap"),
-    [(Mask(), 1.5), (Mask(window=20), None), (Mask(window=20, chunk=32), None)],
+    [(Mask(), 1.5), (Mask(window=20), None), (Mask(window=20, attention_chunk=32), None)],
 )
 def test_decodes_and_prefills(model: Model, mask: Mask, softcap: float | None) -> None:
     check(model, ragged(DECODES, CHUNKS, padding=StepShape(2, 1, 11, 3)), mask, softcap)
@@ -154,16 +154,16 @@ def test_heads_that_the_kernel_cannot_read_together(
 
 
 def test_only_decodes(model: Model) -> None:
-    check(model, ragged(DECODES, [], padding=StepShape(1, 0, 0, 0)), Mask(chunk=16))
+    check(model, ragged(DECODES, [], padding=StepShape(1, 0, 0, 0)), Mask(attention_chunk=16))
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(chunk=16)])
+@pytest.mark.parametrize("mask", [Mask(), Mask(attention_chunk=16)])
 def test_only_prefills_with_padding_that_claims_to_be_of_the_first(model: Model, mask: Mask) -> None:
     check(model, ragged([], [(20, 30)], padding=StepShape(0, 2, 14, 0)), mask)
 
 
 def test_prefill_without_padding(model: Model) -> None:
-    check(model, ragged([], [(0, 16), (16, 16)], padding=StepShape(0, 0, 0, 0)), Mask(chunk=16))
+    check(model, ragged([], [(0, 16), (16, 16)], padding=StepShape(0, 0, 0, 0)), Mask(attention_chunk=16))
 
 
 def test_nothing_but_padding(model: Model) -> None:
@@ -171,7 +171,7 @@ def test_nothing_but_padding(model: Model) -> None:
     shape = StepShape(2, 2, 8, 2)
     batch = unpack(jnp.zeros(shape.packed_size, jnp.int32), shape).batch
     q, kv = jnp.ones((10, 1, 2, 16)), jnp.ones((10, 1, 16))
-    check(model, (q, kv, kv, jnp.zeros((3, 8, 1, 2, 16)), batch), Mask(chunk=8))
+    check(model, (q, kv, kv, jnp.zeros((3, 8, 1, 2, 16)), batch), Mask(attention_chunk=8))
 
 
 def test_blocks_larger_than_the_kernels_pages(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_tables_too_large_for_one_call(model: Model, monkeypatch: pytest.MonkeyP
     assert [len(tables) for (_, _, _, tables, _, _), _ in model.calls] == [3, 1]
 
 
-@pytest.mark.parametrize("mask", [Mask(window=20), Mask(chunk=32)])
+@pytest.mark.parametrize("mask", [Mask(window=20), Mask(attention_chunk=32)])
 def test_blocks_that_nobody_sees_are_not_read(model: Model, mask: Mask) -> None:
     """They are not numbers, which even a weight of 0 would spread."""
     q, k, v, pages, batch = ragged([90], [(70, 20)], padding=StepShape(0, 0, 0, 0))
@@ -199,7 +199,7 @@ def test_blocks_that_nobody_sees_are_not_read(model: Model, mask: Mask) -> None:
     ("kv_heads", "group", "head_dim", "block_size", "mask", "softcap"),
     [
         (2, 4, 128, 32, Mask(), None),  # Llama-3.1-8B over 4 chips
-        (1, 5, 128, 16, Mask(chunk=8192), None),  # an odd group
+        (1, 5, 128, 16, Mask(attention_chunk=8192), None),  # an odd group
         (3, 3, 64, 32, Mask(), None),  # SmolLM2-135M
         (32, 1, 96, 32, Mask(window=2047), None),  # Phi-3-mini
         (2, 2, 256, 8, Mask(window=4096), 50.0),  # Gemma-2-9B over 4 chips
@@ -230,8 +230,8 @@ def test_the_kernel_lowers_for_tpus(
 
 
 def test_what_the_kernel_is_for() -> None:
-    assert tpu.can_attend(2, 128, 32, [Mask(), Mask(window=5), Mask(chunk=8192)], jnp.bfloat16)
+    assert tpu.can_attend(2, 128, 32, [Mask(), Mask(window=5), Mask(attention_chunk=8192)], jnp.bfloat16)
     assert tpu.can_attend(3, 64, 32, [], jnp.bfloat16)
-    assert not tpu.can_attend(2, 128, 32, [Mask(chunk=40)], jnp.bfloat16)
+    assert not tpu.can_attend(2, 128, 32, [Mask(attention_chunk=40)], jnp.bfloat16)
     assert not tpu.can_attend(2, 128, 32, [], jnp.float32)
     assert not tpu.can_attend(128, 128, 2048, [], jnp.bfloat16)

@@ -97,7 +97,7 @@ def test_llama_4_scout() -> None:
     spec = model_spec(config)
     assert [layer.rope is None for layer in spec.layers[:8]] == [False, False, False, True] * 2
     assert all(layer.experts for layer in spec.layers)
-    assert spec.layers[0].mask.chunk == 8192
-    assert spec.layers[3].mask.chunk is None
+    assert spec.layers[0].mask.attention_chunk == 8192
+    assert spec.layers[3].mask.attention_chunk is None
     assert 107e9 < num_parameters(config) < 109e9
     assert num_parameters(config, devices=8) == num_parameters(config)

@@ -247,7 +247,7 @@ class _Describer:
 
     def end(self, choice: CompletionOutput) -> Json:
         assert self.params.seed is not None
-        # The engine gives the i-th choice the seed plus i, so each can be had again alone.
+        # The engine gives the i-th choice the seed plus i, so each can be repeated alone.
         seed = (self.params.seed + choice.index) % MAX_SEED if self.params.temperature > 0 else None
         return {
             "finish_reason": _finish_reason(choice),
