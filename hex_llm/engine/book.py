@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from hex_llm.admission import Limits, check_request, max_len_of, narrowing_field
 from hex_llm.engine.constraints import Constraint, TokenRules
@@ -58,6 +58,21 @@ class ActiveRequest:
     has_begun: bool = False  # a step has taken it in
 
 
+class End(NamedTuple):
+    """Why a choice ends, and what is told of it (Update's fields)."""
+
+    reason: FinishReason
+    error: str = ""
+    param: str | None = None
+    is_busy: bool = False
+
+    @classmethod
+    def by(cls, error: Exception) -> End:
+        param = error.param if isinstance(error, InvalidRequest) else None
+        message = str(error) or type(error).__name__
+        return cls(FinishReason.ERROR, message, param, isinstance(error, QueueFull))
+
+
 class RequestBook:
     def __init__(
         self, spec: ModelSpec, limits: Limits, grammars: GrammarFactory | None = None, seed: int = 0
@@ -94,13 +109,13 @@ class RequestBook:
     def abort(self, request_id: str) -> None:
         """Ends a request at once; one that has ended, or never was, is ignored."""
         if active := self._active.get(request_id):
-            self._end_all(active, FinishReason.ABORT)
+            self._end_all(active, End(FinishReason.ABORT))
 
     def stop(self, request_id: str, index: int) -> None:
         """Ends one choice as if it had come to a stop token: the reader of its text found a stop string."""
         active = self._active.get(request_id)
         if active and index < len(active.choices) and index not in active.reasons:
-            self._end(active, index, FinishReason.STOP)
+            self._end(active, index, End(FinishReason.STOP))
 
     @property
     def has_work(self) -> bool:
@@ -143,17 +158,12 @@ class RequestBook:
         """A step brought these tokens; none: nothing could be chosen."""
         choice, active = self._choices[sequence], self._active[sequence.request_id]
         if sequence.finish_reason is FinishReason.ERROR:
-            self._end(active, sequence.index, FinishReason.ERROR, NO_TOKEN, narrowing_field(active.request))
+            end = End(FinishReason.ERROR, NO_TOKEN, narrowing_field(active.request))
+            self._end(active, sequence.index, end)
             return
-        update = Update(
-            sequence.request_id,
-            sequence.index,
-            token_ids,
-            logprobs,
-            choice.prompt_logprobs,
-            sequence.num_cached or 0,
-        )
-        choice.prompt_logprobs = []
+        update = Update(sequence.request_id, sequence.index, token_ids, logprobs)
+        update.prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, []
+        update.num_cached = sequence.num_cached or 0
         self._updates.append(update)
         if sequence.finish_reason is not None:
             if sequence.finish_reason is FinishReason.STOP and token_ids[-1] not in self._spec.eos_ids:
@@ -168,13 +178,12 @@ class RequestBook:
         try:
             yield
         except Exception as error:
-            param = error.param if isinstance(error, InvalidRequest) else None
-            self.fail(sequence, str(error) or type(error).__name__, param)
+            self.fail(sequence, error)
 
-    def fail(self, sequence: Sequence, message: str, param: str | None = None) -> None:
+    def fail(self, sequence: Sequence, error: Exception) -> None:
         active = self._active.get(sequence.request_id)
         if active is not None and sequence.index not in active.reasons:
-            self._end(active, sequence.index, FinishReason.ERROR, message, param)
+            self._end(active, sequence.index, End.by(error))
 
     # ---- what is made beside the engine's thread
 
@@ -188,12 +197,10 @@ class RequestBook:
                 try:
                     self._begin(active, made.result())
                 except Exception as error:  # whatever its grammar does to us, it ends that request only
-                    is_busy = isinstance(error, QueueFull)
-                    param = error.param if isinstance(error, InvalidRequest) else None
-                    self._end_all(active, FinishReason.ERROR, str(error), param, is_busy=is_busy)
+                    self._end_all(active, End.by(error))
             elif time.monotonic() > active.added + GRAMMAR_S:
                 message = f"structured_outputs: others that are compiled before it take over {GRAMMAR_S:g} s"
-                self._end_all(active, FinishReason.ERROR, message, is_busy=True)
+                self._end_all(active, End(FinishReason.ERROR, message, is_busy=True))
 
     def take_masks(self) -> None:
         """Lets choices go on whose masks are there. Each is waited for a little while, once."""
@@ -230,7 +237,7 @@ class RequestBook:
             mask = made.result()
             if mask is None:
                 active = self._active[choice.sequence.request_id]
-                self._end(active, choice.sequence.index, FinishReason.STOP)
+                self._end(active, choice.sequence.index, End(FinishReason.STOP))
             else:
                 choice.constraint.put_mask(mask)
 
@@ -273,36 +280,23 @@ class RequestBook:
         drawn = sha256(f"{self._seed} {self.ledger['accepted']}".encode()).digest()
         return int.from_bytes(drawn[:8])
 
-    def _end_all(
-        self,
-        active: ActiveRequest,
-        reason: FinishReason,
-        error: str = "",
-        param: str | None = None,
-        is_busy: bool = False,
-    ) -> None:
+    def _end_all(self, active: ActiveRequest, end: End) -> None:
         if active.matcher is not None:
             active.matcher.cancel()
         for index in range(active.request.params.num_choices):
             if index not in active.reasons:
-                self._end(active, index, reason, error, param, is_busy)
+                self._end(active, index, end)
 
-    def _end(
-        self,
-        active: ActiveRequest,
-        index: int,
-        reason: FinishReason,
-        error: str = "",
-        param: str | None = None,
-        is_busy: bool = False,
-    ) -> None:
+    def _end(self, active: ActiveRequest, index: int, end: End) -> None:
         """Ends a choice, told by an update of its own."""
-        update = Update(active.request.request_id, index, error=error, param=param, is_busy=is_busy)
+        update = Update(
+            active.request.request_id, index, error=end.error, param=end.param, is_busy=end.is_busy
+        )
         self._updates.append(update)
         choice = active.choices[index] if active.choices else None
         if choice is not None and choice.sequence.finish_reason is None:
-            active.scheduler.finish(choice.sequence, reason)
-        self._note_end(active, choice, reason, update)
+            active.scheduler.finish(choice.sequence, end.reason)
+        self._note_end(active, choice, end.reason, update)
 
     def _note_end(
         self, active: ActiveRequest, choice: Choice | None, reason: FinishReason, update: Update

@@ -101,7 +101,7 @@ class Stepper:
             self._num_flops += self._work.in_step(plan.chunks)
         except CompiledLate as error:
             for sequence in sequences:
-                book.fail(sequence, str(error))
+                book.fail(sequence, error)
             self.scheduler.drop_ended(plan, sequences)
 
     def _write_slots(self, book: RequestBook, plan: StepPlan, sequences: list[Sequence]) -> None:
