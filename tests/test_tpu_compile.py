@@ -56,12 +56,10 @@ def test_experts_of_many_tokens_lower_with_their_kernel(name: str) -> None:
 
 def test_parts_lower_with_the_kernel() -> None:
     options = Namespace(layouts="default", dump=None, models="", programs="parts")
-    known = tpu_compile.labels(options)
-    rows = [  # heads that lie apart, and a product of integers
-        tpu_compile.run_here(label, SMALL, options, can_compile=False) for label in (known[1], known[-1])
-    ]
-    assert not any(row.fault for row in rows)
-    assert [row.exchanges.split()[2] for row in rows] == ["2", "0"], "calls of the kernel"
+    heads_that_lie_apart = tpu_compile.labels(options)[1]
+    row = tpu_compile.run_here(heads_that_lie_apart, SMALL, options, can_compile=False)
+    assert not row.fault
+    assert row.exchanges.split()[2] == "2", "calls of the kernel"
 
 
 @pytest.mark.parametrize("layouts", ["default", "auto"])

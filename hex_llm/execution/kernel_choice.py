@@ -68,11 +68,9 @@ def _in_panels(weights: Weights, width: int) -> Weights:
             return cpu.to_panels(part.array, part.num_outputs, width, turned=part.num_outputs == 2)
         if not isinstance(part, FeedForward):
             return part
-        gate_ups = tuple(Dense(one.swapaxes(0, 1), num_outputs=2) for one in part.gate_up)
-        downs = tuple(Dense(one) for one in part.down)
-        return replace(
-            part, gate_up=everywhere(gate_ups), down=everywhere(downs), shared=everywhere(part.shared)
-        )
+        gate_up = tuple(change(Dense(one.swapaxes(0, 1), num_outputs=2)) for one in part.gate_up)
+        down = tuple(change(Dense(one)) for one in part.down)
+        return replace(part, gate_up=gate_up, down=down, shared=everywhere(part.shared))
 
     everywhere = partial(jax.tree.map, change, is_leaf=is_changed)
     for i, layer in enumerate(weights.layers):
