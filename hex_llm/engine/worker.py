@@ -99,7 +99,7 @@ class Worker:
         self._inbox = self._context.socket(zmq.PULL)
         set_limits(self._inbox, MAX_COMMAND)
         self._inbox.bind(command_address(folder))
-        self._outbox = self._connected()
+        self._outbox = self._connect()
         self._reader: Reader[Command] = Reader(Command)
         self._pulse = Pulse()
 
@@ -108,7 +108,7 @@ class Worker:
         level = logging.DEBUG  # of what fails in loading the front end shows the message, and that is enough
         try:
             with self._beating():
-                engine = self._loaded(load)
+                engine = self._load(load)
                 level = logging.ERROR
                 self._serve(engine)
         except Exception as error:
@@ -121,7 +121,7 @@ class Worker:
             self._context.term()  # waits, but not for ever, until all is delivered
         return 0
 
-    def _loaded(self, load: Load) -> SteppedEngine:
+    def _load(self, load: Load) -> SteppedEngine:
         while True:
             self._inbox.poll()
             for command in self._commands():
@@ -181,7 +181,7 @@ class Worker:
     def _send(self, report: Report) -> None:
         self._outbox.send(encode(report))
 
-    def _connected(self) -> zmq.Socket[bytes]:
+    def _connect(self) -> zmq.Socket[bytes]:
         outbox = self._context.socket(zmq.PUSH)
         set_limits(outbox, MAX_REPORT)
         outbox.connect(report_address(self._folder))
@@ -210,7 +210,7 @@ class Worker:
         done = threading.Event()
 
         def tell() -> None:
-            with self._connected() as outbox:  # a socket is for one thread only
+            with self._connect() as outbox:  # a socket is for one thread only
                 while True:
                     if (report := news()) is not None:
                         outbox.send(encode(report))

@@ -74,7 +74,7 @@ VARIANTS = (
 )
 
 
-class SlotRows(Protocol):
+class RowState(Protocol):
     """What is remembered of each row's sequence. Called only inside the branches that want it."""
 
     def history(self) -> jax.Array:
@@ -105,7 +105,7 @@ class Cutoff(NamedTuple):
     target: jax.Array  # [R] i32
 
 
-def choose(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> Chosen:
+def choose(logits: jax.Array, rows: SamplingRows, slots: RowState) -> Chosen:
     """logits [R, V] f32 -> the next token of each row, whatever it wants. A greedy batch costs one argmax."""
 
     def sampled() -> jax.Array:
@@ -181,7 +181,7 @@ def no_logprobs(num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Arr
     return none, none.astype(jnp.int32), top.astype(jnp.int32), top
 
 
-def adjusted(logits: jax.Array, rows: SamplingRows, slots: SlotRows, branches: bool) -> jax.Array:
+def adjusted(logits: jax.Array, rows: SamplingRows, slots: RowState, branches: bool) -> jax.Array:
     """The logits that greedy and random rows alike choose by: bias, penalties and mask applied. A row with
     NaN or infinity, which a mask could hide, becomes NaN."""
 
@@ -270,12 +270,12 @@ def _likeliest(logits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(found), token_ids, -1)
 
 
-def _biased(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> jax.Array:
+def _biased(logits: jax.Array, rows: SamplingRows, slots: RowState) -> jax.Array:
     token_ids, values = slots.bias()
     return _add(logits, _has(rows, BIASED)[:, None] & (token_ids >= 0), token_ids, values)
 
 
-def _repetition_penalized(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> jax.Array:
+def _repetition_penalized(logits: jax.Array, rows: SamplingRows, slots: RowState) -> jax.Array:
     penalty = jnp.where(_repeats(rows), rows.repetition_penalty, 1)[:, None]
     penalized = jnp.where(logits < 0, logits * penalty, logits / penalty)
     penalized = jnp.minimum(penalized, MAX_LOGIT)  # a penalty near 0 must not make infinity
@@ -283,19 +283,19 @@ def _repetition_penalized(logits: jax.Array, rows: SamplingRows, slots: SlotRows
     return jnp.where(seen & _repeats(rows)[:, None], penalized, logits)
 
 
-def _count_penalized(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> jax.Array:
+def _count_penalized(logits: jax.Array, rows: SamplingRows, slots: RowState) -> jax.Array:
     counts = _num_seen(logits, slots, rows.num_prompt, rows.num_tokens).astype(logits.dtype)
     logits = logits - rows.frequency_penalty[:, None] * counts
     return logits - rows.presence_penalty[:, None] * (counts > 0)
 
 
-def _masked(logits: jax.Array, rows: SamplingRows, slots: SlotRows) -> jax.Array:
+def _masked(logits: jax.Array, rows: SamplingRows, slots: RowState) -> jax.Array:
     bits = slots.allowed()[:, :, None] >> jnp.arange(32) & 1  # [R, W, 32]
     allowed = bits.reshape(len(logits), -1)[:, : logits.shape[-1]] != 0
     return jnp.where(allowed | ~_has(rows, MASKED)[:, None], logits, -jnp.inf)
 
 
-def _num_seen(logits: jax.Array, slots: SlotRows, first: jax.Array, end: jax.Array) -> jax.Array:
+def _num_seen(logits: jax.Array, slots: RowState, first: jax.Array, end: jax.Array) -> jax.Array:
     """[R, V] i32: how often each token stands at positions first .. end - 1 of its row's history."""
     history = slots.history()
     positions = jnp.arange(history.shape[-1])

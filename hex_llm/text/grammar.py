@@ -162,7 +162,7 @@ class GrammarFactory:
             if "late" in answer and trial is self.quick:
                 self._try_slowly(key, entry)
                 return
-            entry.compiled = self._compiled(entry.wanted, answer)
+            entry.compiled = self._compile(entry.wanted, answer)
         except Exception as error:  # whatever it does to us, it ends those requests only
             entry.refusal = (
                 error if isinstance(error, HexError) else HexError(f"{_PARAM}: {one_line(str(error))}")
@@ -183,7 +183,7 @@ class GrammarFactory:
             self.num_slow += 1
         self._threads[self.slow].submit(self._try, key, entry, self.slow)
 
-    def _compiled(self, wanted: StructuredOutputs, answer: Answer) -> Compiled:
+    def _compile(self, wanted: StructuredOutputs, answer: Answer) -> Compiled:
         assert self._vocabulary is not None
         if "late" in answer:
             raise _refused(wanted, f"too complex: it takes more than {TRIAL_SECONDS:g} s to compile")
