@@ -23,7 +23,6 @@ from hex_llm.frontend.client import EngineClient
 from hex_llm.launch.connection import SEND_BUFFER, connection
 from hex_llm.logs import log_from
 from hex_llm.server.app import create_app
-from hex_llm.server.gate import MAX_HEAD
 from hex_llm.server.metrics import Metrics
 from hex_llm.text.tokenizer import Tokenizer
 
@@ -131,7 +130,6 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 create_app(engine, config, self.metrics),
                 http=connection(config.receive_timeout, config.send_timeout),
-                h11_max_incomplete_event_size=MAX_HEAD,
                 timeout_keep_alive=config.keep_alive_timeout,
                 log_config=None,
                 access_log=False,

@@ -90,11 +90,6 @@ class Gate:
         method, path, headers = scope["method"], scope["path"], Headers(scope=scope)
         if head_size(scope) > MAX_HEAD:
             return error(431, f"the path and the headers have more than {MAX_HEAD} bytes")
-        if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy that believes the other one may take a second request for the body of this one.
-            reply = error(400, "a body has a content-length or a transfer-encoding, not both")
-            reply.headers["connection"] = "close"
-            return reply
         if page.is_page(method, path):
             return None
         is_open = self.is_open(method, path)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from fastapi import Request, Response
@@ -30,20 +30,33 @@ from hex_llm.server.common.problems import problem_of
 log = logging.getLogger(__name__)
 
 Pieces = AsyncGenerator[bytes, None]
-# Sends what the function makes, if that can be done without waiting; otherwise the function is not called.
-SendNow = Callable[[Callable[[], bytes]], bool]
 EVENTS = "text/event-stream"
-INLINE_WRITER = "hex_llm.outlet"  # of a scope: its connection's own InlineWriter, if it has one
+INLINE_WRITER = "hex_llm.inline_writer"  # of a scope: its connection's own InlineWriter, if it has one
 DONE = b"data: [DONE]\n\n"
 # Proxies must pass on each piece as it comes; the second is for nginx.
 HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
 
-class InlineWriter(NamedTuple):
+class InlineWriter(Protocol):
     """Where the pieces of a reply go, once its head is sent."""
 
-    send: Callable[[bytes], Awaitable[None]]
-    send_now: SendNow | None
+    async def send(self, piece: bytes) -> None: ...
+
+    def send_now(self, make: Callable[[], bytes]) -> bool:
+        """Sends what the function makes, if that can be done without waiting; else it is not called."""
+
+
+class AsgiWriter:
+    """For connections that have none of their own."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def send(self, piece: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    def send_now(self, make: Callable[[], bytes]) -> bool:
+        return False
 
 
 def event(data: Any) -> bytes:
@@ -94,12 +107,12 @@ class ReplyStream:
     async def aclose(self) -> None:
         await self._pieces.aclose()
 
-    def use_fast_path(self, send_now: SendNow) -> None:
+    def use_fast_path(self, writer: InlineWriter) -> None:
         """For who iterates and does nothing but send: pieces may be sent past him while he waits for them.
 
         This is done for each token of most streams: no task wakes up."""
         if self._generation is not None:
-            self._generation.write_inline = partial(send_now, partial(self._said, self._generation))
+            self._generation.write_inline = partial(writer.send_now, partial(self._said, self._generation))
 
     async def _made(self, backend: Backend, jobs: Sequence[Job]) -> Pieces:
         async with AsyncExitStack() as stack:
@@ -222,8 +235,8 @@ class _Streamed(Response):
         self.gone = gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outlet = scope.get(INLINE_WRITER) or InlineWriter(partial(_send_piece, send), None)
-        sending = asyncio.ensure_future(self._send(send, *outlet))
+        writer = scope.get(INLINE_WRITER) or AsgiWriter(send)
+        sending = asyncio.ensure_future(self._send(send, writer))
         try:
             await asyncio.wait((sending, self.gone), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -232,24 +245,18 @@ class _Streamed(Response):
             sending.cancel()
             self.gone.cancel()
 
-    async def _send(
-        self, send: Send, send_piece: Callable[[bytes], Awaitable[None]], send_now: SendNow | None
-    ) -> None:
+    async def _send(self, send: Send, writer: InlineWriter) -> None:
         async with aclosing(self.pieces):
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            await send_piece(self.first)
-            if isinstance(self.pieces, ReplyStream) and send_now is not None:
-                self.pieces.use_fast_path(send_now)
+            await writer.send(self.first)
+            if isinstance(self.pieces, ReplyStream):
+                self.pieces.use_fast_path(writer)
             try:
                 async for piece in self.pieces:
-                    await send_piece(piece)
+                    await writer.send(piece)
             except Exception as error:
                 if not isinstance(error, HexError):
                     log.exception("a stream broke")
-                await send_piece(self.broken(error))
+                await writer.send(self.broken(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_piece(send: Send, piece: bytes) -> None:
-    await send({"type": "http.response.body", "body": piece, "more_body": True})
