@@ -1,4 +1,5 @@
-"""An engine's process, for its front end: started, spoken to, watched, and ended with its children.
+"""An engine's process, for its front end: started, spoken to, watched, and ended with its children. One that
+dies after it was ready, or is ended because it is stuck, is replaced, a few times.
 
 Knows nothing of requests. Lives in one event loop. No jax.
 """
@@ -6,20 +7,24 @@ Knows nothing of requests. Lives in one event loop. No jax.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
 
-from hex_llm.errors import ConfigError, InvalidRequest
+from hex_llm.config import EngineConfig
+from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import decoded
 from hex_llm.ipc.protocol import (
     LARGE_REPORT,
@@ -27,22 +32,35 @@ from hex_llm.ipc.protocol import (
     MAX_REPORT,
     Beat,
     Command,
+    Failed,
+    Progress,
     Reader,
     Ready,
+    Refused,
     Report,
     Shutdown,
+    Start,
+    Step,
     command_address,
     encode,
+    error_of,
     report_address,
     set_limits,
 )
 from hex_llm.ipc.pulse import Watch
+from hex_llm.ipc.stats import EngineState, EngineStatus
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.5  # between two looks at a process
 # What it may be silent for before it is loaded: libraries of gigabytes are imported with the GIL held.
 LOADING_S = 60.0
 MAX_PATH = 107  # bytes of a Unix socket's name
 KILL_S = 5  # what the system gets to end a killed process
+MAX_RESTARTS = 3  # one after another, of engines that then do not serve for STEADY_S
+STEADY_S = 30
+PAUSE_S = 1.0  # before the second restart; twice as long before the third
+STARTING = (EngineState.LOADING, EngineState.RESTARTING)
 
 
 class EngineProcess:
@@ -161,6 +179,152 @@ class EngineProcess:
                 await asyncio.wait_for(self._process.wait(), KILL_S)
         finally:
             self._at_end.close()
+
+
+class Owner(Protocol):
+    """Whose engine it is."""
+
+    config: EngineConfig
+    log_format: str
+    stuck_timeout_s: float
+    step_timeout_s: float
+    engine_status: EngineStatus
+
+    async def adopt(self, ready: Ready) -> None:
+        """A process can serve, and will when this returns."""
+
+    async def take(self, report: Step | Refused, *, is_behind: bool) -> None:
+        """`is_behind`: more reports have come already."""
+
+    def fail(self, state: EngineState) -> None:
+        """The engine serves no more, for this reason."""
+
+
+class Supervisor:
+    """Keeps an engine's process running."""
+
+    process: EngineProcess | None = None
+
+    def __init__(self, owner: Owner, command: Sequence[str]) -> None:
+        self._owner = owner
+        self._command = command
+        self._status = owner.engine_status
+        self._num_restarts = 0  # since the engine has served for long
+        self._serving_since = 0.0
+        self._serving: EngineProcess | None = None  # the last that was ready
+        self._receiver: asyncio.Task[None] | None = None
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Returns when the engine serves; raises why it could not be loaded, and nothing is left then."""
+        self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._status.progress = "starting"
+        self.process = process = EngineProcess()
+        try:
+            await process.start(self._command)
+            self._receiver = asyncio.create_task(self._receive(process))
+            watcher = asyncio.create_task(self._watch(process))
+            self._watchers.add(watcher)
+            watcher.add_done_callback(self._watchers.discard)
+            level = logging.getLogger("hex_llm").getEffectiveLevel()
+            process.send(Start(self._owner.config, level, self._owner.log_format))
+            await self._owner.adopt(await self._loaded)
+            if self._status.state not in STARTING:
+                raise EngineStopped(self._status.state.value)
+            self._status.state, self._status.progress = EngineState.SERVING, ""
+            self._serving, self._serving_since = process, time.monotonic()
+        except BaseException:
+            await self._release(0)
+            raise
+
+    async def stop(self, timeout_s: float) -> None:
+        """After its present step or, if that or loading takes longer, at once."""
+        watchers = [*self._watchers]
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        await self._release(timeout_s)
+
+    def send(self, command: Command) -> None:
+        assert self.process is not None
+        self.process.send(command)
+
+    async def _release(self, timeout_s: float) -> None:
+        """The process, if there is one."""
+        if self._receiver is not None:
+            self._receiver.cancel()
+        if self.process is not None:
+            await self.process.end(timeout_s)
+
+    async def _watch(self, process: EngineProcess) -> None:
+        how = await process.ended(self._owner.stuck_timeout_s, self._owner.step_timeout_s)
+        await asyncio.sleep(0.1)  # what it said last may still be on its way, and tells more
+        if process.is_ending:  # we are done with it
+            return
+        self._lose(ModelError(f"the engine's process {how}"))
+        if process is self._serving:
+            await self._restart()
+
+    async def _restart(self) -> None:
+        """A new process for one that has ended; again, if that does not come to serve."""
+        if time.monotonic() - self._serving_since > STEADY_S:
+            self._num_restarts = 0
+        while self._status.state is EngineState.FAILED:
+            if self._num_restarts == MAX_RESTARTS:
+                log.critical(EngineState.GIVEN_UP.value)
+                self._owner.fail(EngineState.GIVEN_UP)
+                return
+            log.warning("starting the engine again")
+            self._status.state = EngineState.RESTARTING
+            self._num_restarts += 1
+            try:
+                await self._release(0)
+                await asyncio.sleep((self._num_restarts - 1) * PAUSE_S)
+                await self.start()
+                log.info("the engine is ready again")
+            except Exception as error:  # also of the system, which may lack memory, processes or space
+                log.error("the engine could not be started again: %s", error)
+                if self._status.state is EngineState.RESTARTING:
+                    self._status.state = EngineState.FAILED
+
+    def _lose(self, error: HexError) -> None:
+        """The engine will not answer any more; the first reason counts.
+
+        An unforeseen error's message is for who starts the server, not for its clients.
+        """
+        if self._status.state not in (EngineState.SERVING, *STARTING):
+            return
+        if self._loaded.done():
+            log.error("%s", error)
+        else:
+            self._loaded.set_exception(error)
+        self._owner.fail(EngineState.FAILED)
+
+    async def _receive(self, process: EngineProcess) -> None:
+        while True:
+            try:
+                await self._take(process, await process.receive())
+            except Exception:  # nothing may end this loop: all requests would wait for ever
+                log.exception("a report of the engine could not be taken in")
+                self._owner.fail(EngineState.FAILED)
+                process.kill()
+
+    async def _take(self, process: EngineProcess, report: Report) -> None:
+        match report:
+            case Step() | Refused():
+                await self._owner.take(report, is_behind=process.has_more)
+            case Beat(is_busy):
+                # Without a limit for steps, who watches the server must judge how long they take.
+                if is_busy and self._owner.step_timeout_s:
+                    self._status.progressed = time.monotonic()
+            case Progress(message):
+                self._status.progress = message
+                log.info("%s", message)
+            case Ready():
+                if not self._loaded.done():
+                    self._loaded.set_result(report)
+            case Failed(kind, message):
+                self._lose(error_of(kind, message))
 
 
 def _descendants(pid: int) -> Iterable[int]:

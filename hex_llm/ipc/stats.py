@@ -7,10 +7,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from enum import Enum
 
 import msgspec
 
-LOADING = "the model is being loaded"
+
+class EngineState(Enum):
+    """Whether an engine serves; each value is what those are told who ask for it."""
+
+    LOADING = "the model is being loaded"
+    SERVING = ""
+    FAILED = "the engine has failed"
+    RESTARTING = "the engine has failed and is being restarted"
+    GIVEN_UP = "the engine has failed too often; it is not started again"
+    SHUTTING_DOWN = "the server is shutting down"
+    STOPPED = "the engine was stopped"
 
 
 class Stats(msgspec.Struct, array_like=True, kw_only=True):
@@ -75,7 +86,7 @@ class Timeline:
 class EngineStatus:
     """How an engine is; its client keeps this."""
 
-    trouble: str = LOADING  # why it does not serve; empty: it does
+    state: EngineState = EngineState.LOADING
     progress: str = "starting"  # of loading
     memory: str = ""  # where it goes, in words
     stats: Stats = field(default_factory=Stats)

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError
-from hex_llm.ipc.stats import Timeline
+from hex_llm.ipc.stats import EngineState, Timeline
 from hex_llm.server import page
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body_route import BodyRoute
@@ -122,10 +122,10 @@ class Gate:
         watches it is told."""
         engine_status = self.metrics.engine_status
         if self.metrics.draining:
-            return "the server is shutting down"
+            return EngineState.SHUTTING_DOWN.value
         if not self.backend.ready:
             progress = f" ({engine_status.progress})" if engine_status.progress else ""
-            return f"the server is not ready: {engine_status.trouble}{progress}"
+            return f"the server is not ready: {engine_status.state.value}{progress}"
         if watched and engine_status.stalled_s > self.config.health_timeout:
             return f"the engine has made no step for {engine_status.stalled_s:.0f} s, though there is work"
         return ""

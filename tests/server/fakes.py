@@ -15,9 +15,8 @@ import psutil
 
 from hex_llm.admission import Limits, check_request, make_request
 from hex_llm.errors import InvalidRequest, QueueFull
-from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import OutputCollector, for_engine
-from hex_llm.frontend.room import Room
+from hex_llm.frontend.requests import Generation, Room
 from hex_llm.ipc.stats import Stats
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ from fastapi import Request, Response
 
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError, InvalidRequest, QueueFull, UnknownModel
-from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import Delta
+from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.common.body import shown
 from hex_llm.server.common.encoding import Whole, reply_of

@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.frontend.beside import shaped
-from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import Delta
+from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import MAX_LOGPROBS, SamplingParams
 from hex_llm.server.common.backend import Backend, client_leaves, raise_failure
 from hex_llm.server.common.encoding import encode

@@ -16,8 +16,8 @@ from typing import Any
 from hex_llm.config import ServerConfig
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import LONG_TEXT, read
-from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import Delta
+from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server.common.backend import Backend, answer, check_model, size_of
 from hex_llm.server.common.body import check_num_values, shown, values_in

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.frontend.generation import Generation
+from hex_llm.frontend.requests import Generation
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.encoding import encode
 from hex_llm.server.common.stream import DONE, Job, ReplyStream, StreamDelta, event, refuse_best_of

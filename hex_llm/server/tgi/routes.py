@@ -19,8 +19,8 @@ from hex_llm import __version__
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError, InvalidRequest, QueueFull, TimedOut
 from hex_llm.frontend.beside import shaped
-from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import Delta
+from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
 from hex_llm.server.common.backend import Backend, raise_failure, size_of, unless_gone
 from hex_llm.server.common.body import parse
