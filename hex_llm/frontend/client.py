@@ -20,9 +20,9 @@ from hex_llm.errors import EngineStopped, InvalidRequest
 from hex_llm.frontend.beside import read
 from hex_llm.frontend.outputs import OutputCollector
 from hex_llm.frontend.process import Supervisor
-from hex_llm.frontend.requests import Generation, OpenRequests, Statistics
+from hex_llm.frontend.requests import Generation, OpenRequests, Statistics, Timeline
 from hex_llm.ipc.protocol import Ready, Refused, Step
-from hex_llm.ipc.stats import EngineState, EngineStatus, Timeline
+from hex_llm.ipc.stats import EngineState, EngineStatus
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import RequestOutput

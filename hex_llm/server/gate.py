@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError
-from hex_llm.ipc.stats import EngineState, Timeline
+from hex_llm.frontend.requests import Timeline
+from hex_llm.ipc.stats import EngineState
 from hex_llm.server import page
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body_route import BodyRoute
@@ -90,7 +91,7 @@ class Gate:
         method, path, headers = scope["method"], scope["path"], Headers(scope=scope)
         if head_size(scope) > MAX_HEAD:
             return error(431, f"the path and the headers have more than {MAX_HEAD} bytes")
-        if page.is_page(method, path):
+        if method in ("GET", "HEAD") and path in page.FILES:
             return None
         is_open = self.is_open(method, path)
         if not is_open and not self.has_key(headers):

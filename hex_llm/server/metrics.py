@@ -25,7 +25,8 @@ from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 
 from hex_llm import __version__
-from hex_llm.ipc.stats import EngineStatus, Observer, Stats, Timeline
+from hex_llm.frontend.requests import Observer, Timeline
+from hex_llm.ipc.stats import EngineStatus, Stats
 from hex_llm.server.common.backend import Backend
 
 SOON = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,

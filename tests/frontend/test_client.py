@@ -13,7 +13,8 @@ import pytest
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull, TimedOut
 from hex_llm.frontend import client as module
 from hex_llm.frontend.client import EngineClient
-from hex_llm.ipc.stats import EngineState, Observer, Stats, Timeline
+from hex_llm.frontend.requests import Observer, Timeline
+from hex_llm.ipc.stats import EngineState, Stats
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import FinishReason
 from tests.frontend.clients import CONFIG, LONG, SHORT, until, with_client

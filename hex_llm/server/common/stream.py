@@ -1,6 +1,6 @@
-"""Replies that are sent while they are made, whatever they say: server-sent events, or other pieces.
+"""Replies: those that are sent while they are made, as server-sent events or other pieces, and whole ones.
 
-A reply begins when its first piece is there: what fails before that is a plain HTTP error. Once begun it
+A stream begins when its first piece is there: what fails before that is a plain HTTP error. Once begun it
 always ends with a terminal piece, its own or the one that tells what broke it. A client that goes away closes
 what makes the pieces, at once, and that aborts its requests. Not known here: what is in a piece.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 
 from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.frontend.beside import shaped
-from hex_llm.frontend.outputs import Delta
+from hex_llm.frontend.outputs import Delta, raise_failure
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import MAX_LOGPROBS, SamplingParams
-from hex_llm.server.common.backend import Backend, client_leaves, raise_failure
-from hex_llm.server.common.encoding import encode
+from hex_llm.server.common.backend import Backend
+from hex_llm.server.common.encoding import Whole, encode, reply_of
 from hex_llm.server.common.problems import problem_of
 
 log = logging.getLogger(__name__)
@@ -188,6 +188,23 @@ async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[StreamDel
 
 
 # ---- what the client gets
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Whole]) -> Response:
+    """The work's result as a reply. If the client leaves first, the work is cancelled."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(client_leaves(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        # Nobody reads the 499; nginx gives this case the same number.
+        return await reply_of(task.result()) if task.done() else Response(status_code=499)
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def client_leaves(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def streamed(

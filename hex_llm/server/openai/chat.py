@@ -13,18 +13,21 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from fastapi import APIRouter, Request, Response
+
 from hex_llm.config import ServerConfig
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import LONG_TEXT, read
 from hex_llm.frontend.outputs import Delta
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
-from hex_llm.server.common.backend import Backend, answer, check_model, size_of
+from hex_llm.server.common.backend import Backend, answer, size_of
 from hex_llm.server.common.body import check_num_values, shown, values_in
+from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.encoding import Listed, Whole
-from hex_llm.server.common.stream import Job, ReplyStream, StreamDelta
+from hex_llm.server.common.stream import Job, ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
-from hex_llm.server.openai.replies import Fields, chunks, end_of, given, head_of, whole
+from hex_llm.server.openai.replies import Fields, check_model, chunks, end_of, given, head_of, whole
 from hex_llm.server.openai.schemas import ChatRequest
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, reasoning_parser
@@ -63,6 +66,12 @@ def check_parsers(config: ServerConfig) -> None:
             raise ConfigError(f"--reasoning_parser={error}") from None
 
 
+async def chat_reply(backend: Backend, request: Request, body: ChatRequest, config: ServerConfig) -> Response:
+    if body.stream:
+        return await streamed(request, await stream_chat(backend, body, config))
+    return await unless_gone(request, chat(backend, body, config))
+
+
 async def chat(backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS) -> Whole:
     talk = await prepare(backend, request, config)
     output = await answer(backend, talk.prompt_ids, request, talk.params)
@@ -97,6 +106,18 @@ async def stream_chat(
         opening=opening if request.return_token_ids else None,
         usage_at_end=usage_at_end,
     )
+
+
+def routes(backend: Backend, config: ServerConfig) -> APIRouter:
+    """Raises ConfigError for a parser that is not known."""
+    check_parsers(config)
+    router = APIRouter(prefix="/v1", route_class=BodyRoute)
+
+    @router.post("/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await chat_reply(backend, request, body, config)
+
+    return router
 
 
 # ---- from a request to a prompt

@@ -18,11 +18,12 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read, shaped
-from hex_llm.server.common.backend import Backend, answer, raise_failure, size_of, unless_gone
+from hex_llm.frontend.outputs import raise_failure
+from hex_llm.server.common.backend import Backend, answer, size_of
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.encoding import Listed, Whole, encode
 from hex_llm.server.common.problems import problem_of
-from hex_llm.server.common.stream import Pieces, delta_size, streamed
+from hex_llm.server.common.stream import Pieces, delta_size, streamed, unless_gone
 from hex_llm.server.openai.chat import PreparedChat, prepare
 from hex_llm.server.openai.replies import Fields
 from hex_llm.server.openai.responses_schemas import ResponsesRequest

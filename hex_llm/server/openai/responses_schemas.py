@@ -11,8 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.common.body import Body, NamedSchema, Whole, parse, told
-from hex_llm.server.openai.messages import Function, joined
-from hex_llm.server.openai.schemas import ChatRequest, Effort, OpenAIRequest
+from hex_llm.server.openai.schemas import ChatRequest, Effort, Function, OpenAIRequest, joined
 
 Message = dict[str, Any]  # of a chat
 

@@ -19,18 +19,18 @@ from hex_llm import __version__
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError, InvalidRequest, QueueFull, TimedOut
 from hex_llm.frontend.beside import shaped
-from hex_llm.frontend.outputs import Delta
+from hex_llm.frontend.outputs import Delta, raise_failure
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
-from hex_llm.server.common.backend import Backend, raise_failure, size_of, unless_gone
-from hex_llm.server.common.body import parse
+from hex_llm.server.common.backend import Backend, size_of
+from hex_llm.server.common.body import MAX_PROMPTS, parse
 from hex_llm.server.common.body_route import BodyRoute, checked
 from hex_llm.server.common.encoding import Listed, Whole
 from hex_llm.server.common.problems import error_reply, invalid_body
-from hex_llm.server.common.sampling_fields import MAX_PROMPTS
-from hex_llm.server.common.stream import Pieces, delta_size, event, streamed
+from hex_llm.server.common.stream import Pieces, delta_size, event, streamed, unless_gone
+from hex_llm.server.openai.chat import chat_reply
+from hex_llm.server.openai.completions import completion_reply
 from hex_llm.server.openai.logprobs import finite
-from hex_llm.server.openai.routes import chat_reply, completion_reply
 from hex_llm.server.openai.schemas import ChatRequest, CompletionRequest
 from hex_llm.server.tgi.schemas import MAX_NEW_TOKENS, MAX_SEED, MAX_STOPS, GenerateRequest, in_their_words
 from hex_llm.text.detokenize import Detokenizer

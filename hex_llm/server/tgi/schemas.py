@@ -9,8 +9,7 @@ from pydantic import Field
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs
-from hex_llm.server.common.body import Body, NamedSchema, Texts, Whole, json_text, parse
-from hex_llm.server.common.sampling_fields import describe_limits
+from hex_llm.server.common.body import Body, NamedSchema, Texts, Whole, describe_limits, json_text, parse
 
 MAX_STOPS = 4
 MAX_NEW_TOKENS = 100  # where a request does not say

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.server.common.body import Kind, Whole, not_built, parse, shown
-from hex_llm.server.common.sampling_fields import MAX_PROMPTS, Prompt, Sampling
+from hex_llm.server.common.body import MAX_PROMPTS, Kind, Prompt, Sampling, Whole, not_built, parse, shown
 from hex_llm.server.openai.schemas import ChatRequest
 from hex_llm.server.tgi import schemas as tgi
 
