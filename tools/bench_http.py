@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.server.load import Stream, allow_files, idle_connections, loaded_server, make_streams, read_all
+from tools.http_load import Stream, allow_files, idle_connections, loaded_server, make_streams, read_all
 
 
 def delays(streams: list[Stream], journal: Path) -> list[float]:

@@ -38,7 +38,7 @@ class Stats(msgspec.Struct, array_like=True, kw_only=True):
     num_prefix_hits: int = 0  # tokens that were there
     num_preemptions: int = 0
     num_late_compiles: int = 0
-    num_padding: int = 0  # tokens that steps computed in vain
+    num_padding: int = 0  # tokens that steps computed, wasted
     num_flops: float = 0.0  # of each device, as work.py estimates them
     # Of this step:
     num_tokens: int = 0  # prefilled and decoded
