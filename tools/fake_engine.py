@@ -1,4 +1,4 @@
-"""An engine without a model, in a real worker process: it answers with the prompt's ids backwards, then the end
+"""An engine without a model, in a real worker process, which says the ids of its prompt backwards, then the end
 token. For tests, and to measure all that stands before an engine.
 """
 

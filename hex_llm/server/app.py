@@ -15,7 +15,7 @@ from hex_llm.errors import HexError
 from hex_llm.server import metrics as measured
 from hex_llm.server import page, tokens
 from hex_llm.server.common.backend import Backend
-from hex_llm.server.common.problems import error, invalid_body, problem_of
+from hex_llm.server.common.replies import error, invalid_body, problem_of
 from hex_llm.server.docs import add_docs
 from hex_llm.server.gate import OPEN_PATHS, Gate, all_routes
 from hex_llm.server.metrics import Metrics

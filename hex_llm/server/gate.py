@@ -27,7 +27,7 @@ from hex_llm.ipc.stats import EngineState
 from hex_llm.server import page
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.problems import error, error_reply
+from hex_llm.server.common.replies import error, error_reply
 from hex_llm.server.metrics import CURRENT, Metrics
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from hex_llm.sampling_params import MAX_INT
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body import Body, TokenIds, parse
 from hex_llm.server.common.body_route import BodyRoute, checked
-from hex_llm.server.common.encoding import Encoded, Listed, Whole, encode, reply_of
+from hex_llm.server.common.replies import Encoded, Listed, Whole, encode, reply_of
 from hex_llm.server.openai.chat import prepare
 from hex_llm.server.openai.schemas import ChatRequest
 from hex_llm.server.tgi.routes import TgiRoute, in_their_shape

@@ -18,7 +18,7 @@ from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read
 from hex_llm.sampling_params import is_unicode
 from hex_llm.server.common.body import Body, parse, shown
-from hex_llm.server.common.problems import problem_of
+from hex_llm.server.common.replies import problem_of
 
 LARGE_BODY = 32 << 10  # bytes
 

@@ -15,8 +15,7 @@ from hex_llm.errors import InvalidRequest, UnknownModel
 from hex_llm.frontend.requests import Generation
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body import shown
-from hex_llm.server.common.encoding import encode
-from hex_llm.server.common.stream import DONE, Job, ReplyStream, StreamDelta, event, refuse_best_of
+from hex_llm.server.common.replies import DONE, Job, ReplyStream, StreamDelta, encode, event, refuse_best_of
 from hex_llm.server.openai.schemas import OpenAIRequest, StreamOptions
 from hex_llm.types import CompletionOutput, RequestOutput
 

@@ -25,9 +25,17 @@ from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
 from hex_llm.server.common.backend import Backend, size_of
 from hex_llm.server.common.body import MAX_PROMPTS, parse
 from hex_llm.server.common.body_route import BodyRoute, checked
-from hex_llm.server.common.encoding import Listed, Whole
-from hex_llm.server.common.problems import error_reply, invalid_body
-from hex_llm.server.common.stream import Pieces, delta_size, event, streamed, unless_gone
+from hex_llm.server.common.replies import (
+    Listed,
+    Pieces,
+    Whole,
+    delta_size,
+    error_reply,
+    event,
+    invalid_body,
+    streamed,
+    unless_gone,
+)
 from hex_llm.server.openai.chat import chat_reply
 from hex_llm.server.openai.completions import completion_reply
 from hex_llm.server.openai.logprobs import finite
