@@ -1,5 +1,6 @@
-"""An engine without a model, in a real worker process, which says the ids of its prompt backwards, then the end
-token. For tests, and to measure all that stands before an engine.
+"""An engine without a model, in a real worker process: it says the ids of its prompt backwards, then the end.
+
+For tests, and to measure all that stands before an engine.
 """
 
 from __future__ import annotations

@@ -26,27 +26,8 @@ import zmq.asyncio
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import decoded
-from hex_llm.ipc.protocol import (
-    LARGE_REPORT,
-    MAX_COMMAND,
-    MAX_REPORT,
-    Beat,
-    Command,
-    Failed,
-    Progress,
-    Reader,
-    Ready,
-    Refused,
-    Report,
-    Shutdown,
-    Start,
-    Step,
-    command_address,
-    encode,
-    error_of,
-    report_address,
-    set_limits,
-)
+from hex_llm.ipc import protocol
+from hex_llm.ipc.protocol import Command, Ready, Refused, Report, Step
 from hex_llm.ipc.pulse import Watch
 from hex_llm.ipc.stats import EngineState, EngineStatus
 
@@ -78,12 +59,12 @@ class EngineProcess:
         self._at_end.callback(self.context.term)  # which would wait for open sockets
         self._inbox = zmq.asyncio.Socket(self.context, zmq.PULL)
         self._outbox = zmq.Socket(self.context, zmq.PUSH)
-        for each, max_frame in ((self._inbox, MAX_REPORT), (self._outbox, MAX_COMMAND)):
-            set_limits(each, max_frame)
+        for each, max_frame in ((self._inbox, protocol.MAX_REPORT), (self._outbox, protocol.MAX_COMMAND)):
+            protocol.set_limits(each, max_frame)
             self._at_end.callback(each.close, linger=0)
-        self._inbox.bind(report_address(self.folder))
-        self._outbox.connect(command_address(self.folder))
-        self.reader: Reader[Report] = Reader(Report)
+        self._inbox.bind(protocol.report_address(self.folder))
+        self._outbox.connect(protocol.command_address(self.folder))
+        self.reader: protocol.Reader[Report] = protocol.Reader(Report)
 
     async def start(self, command: Sequence[str]) -> None:
         self._process = await asyncio.create_subprocess_exec(
@@ -106,23 +87,23 @@ class EngineProcess:
     # ---- messages
 
     def send(self, command: Command) -> None:
-        frame = encode(command)
-        if len(frame) > MAX_COMMAND:
-            raise InvalidRequest(f"the request takes {len(frame)} bytes, more than {MAX_COMMAND}")
+        frame = protocol.encode(command)
+        if len(frame) > protocol.MAX_COMMAND:
+            raise InvalidRequest(f"the request takes {len(frame)} bytes, more than {protocol.MAX_COMMAND}")
         self._outbox.send(frame)
 
     async def receive(self) -> Report:
         """Its next report."""
         while True:
             frame = await self._inbox.recv()
-            if len(frame) < LARGE_REPORT:
+            if len(frame) < protocol.LARGE_REPORT:
                 report = self.reader.decode(frame)
             else:
                 report = await decoded(partial(self.reader.decode_large, frame))
             if report is None:
                 continue
             self._silent_s = 0.0
-            if isinstance(report, Beat):
+            if isinstance(report, protocol.Beat):
                 self._step_s = report.step_s
             self.is_loaded |= isinstance(report, Ready)
             return report
@@ -172,7 +153,7 @@ class EngineProcess:
         try:
             if self._process is not None:
                 if self.is_running and not self._outbox.closed:
-                    self.send(Shutdown())
+                    self.send(protocol.Shutdown())
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._process.wait(), timeout_s if self.is_loaded else 0)
                 self.kill()
@@ -190,14 +171,12 @@ class Owner(Protocol):
     step_timeout_s: float
     engine_status: EngineStatus
 
-    async def adopt(self, ready: Ready) -> None:
-        """A process can serve, and will when this returns."""
-
-    async def take(self, report: Step | Refused, *, is_behind: bool) -> None:
-        """`is_behind`: more reports have come already."""
-
-    def fail(self, state: EngineState) -> None:
-        """The engine serves no more, for this reason."""
+    # A process can serve, and will when this returns.
+    async def adopt(self, ready: Ready) -> None: ...
+    # `is_behind`: more reports have come already.
+    async def take(self, report: Step | Refused, *, is_behind: bool) -> None: ...
+    # It serves no more.
+    def fail(self, state: EngineState) -> None: ...
 
 
 class Supervisor:
@@ -227,7 +206,7 @@ class Supervisor:
             self._watchers.add(watcher)
             watcher.add_done_callback(self._watchers.discard)
             level = logging.getLogger("hex_llm").getEffectiveLevel()
-            process.send(Start(self._owner.config, level, self._owner.log_format))
+            process.send(protocol.Start(self._owner.config, level, self._owner.log_format))
             await self._owner.adopt(await self._loaded)
             if self._status.state not in STARTING:
                 raise EngineStopped(self._status.state.value)
@@ -313,18 +292,18 @@ class Supervisor:
         match report:
             case Step() | Refused():
                 await self._owner.take(report, is_behind=process.has_more)
-            case Beat(is_busy):
+            case protocol.Beat(is_busy):
                 # Without a limit for steps, who watches the server must judge how long they take.
                 if is_busy and self._owner.step_timeout_s:
                     self._status.progressed = time.monotonic()
-            case Progress(message):
+            case protocol.Progress(message):
                 self._status.progress = message
                 log.info("%s", message)
             case Ready():
                 if not self._loaded.done():
                     self._loaded.set_result(report)
-            case Failed(kind, message):
-                self._lose(error_of(kind, message))
+            case protocol.Failed(kind, message):
+                self._lose(protocol.error_of(kind, message))
 
 
 def _descendants(pid: int) -> Iterable[int]:
@@ -336,10 +315,10 @@ def _descendants(pid: int) -> Iterable[int]:
             parents[int(file.parent.name)] = int(
                 file.read_text(errors="replace").rpartition(")")[2].split()[1]
             )
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
+    family = [pid]
+    for one in family:
+        family += [child for child, parent in parents.items() if parent == one]
+    return family[1:]
 
 
 def _signal_name(number: int) -> str:
@@ -349,7 +328,7 @@ def _signal_name(number: int) -> str:
 def private_folder() -> Path:
     """A new folder for sockets, which only this user can enter; short enough for the names of sockets."""
     base = tempfile.gettempdir()
-    if len(os.fsencode(command_address(Path(base, "hex_llm-12345678")))) > MAX_PATH:
+    if len(os.fsencode(protocol.command_address(Path(base, "hex_llm-12345678")))) > MAX_PATH:
         base = "/tmp"
     try:
         return Path(tempfile.mkdtemp(prefix="hex_llm-", dir=base))

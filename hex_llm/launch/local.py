@@ -71,9 +71,9 @@ def configure_logging(config: ServerConfig) -> None:
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket: from here on clients can connect, even if they wait for their answer."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # "localhost" is both; who means IPv4 by it is not to be refused.
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        family, _, _, _, address = min(addresses, key=lambda one: one[0] != socket.AF_INET)
         listener = socket.create_server(address[:2], family=family, backlog=2048)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # its connections inherit it
         return listener
