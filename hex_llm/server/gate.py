@@ -111,7 +111,7 @@ class Gate:
         try:
             self.backend.check_room(1)
         except HexError as problem:
-            return error_reply(*route.told(problem))
+            return error_reply(*route.problem_reply(problem))
         return None
 
     def is_open(self, method: str, path: str) -> bool:

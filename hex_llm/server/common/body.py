@@ -101,7 +101,7 @@ def _all_whole(values: Any) -> Any:
     return [_whole(value) for value in values] if has_floats else values
 
 
-def told(message: str) -> WrapValidator:
+def fault(message: str) -> WrapValidator:
     """One message for all that can be wrong in a union, whose own would be one for each member."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -117,7 +117,7 @@ def told(message: str) -> WrapValidator:
 Whole = Annotated[int, BeforeValidator(_whole)]
 TokenIds = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_all_whole)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-OneOrMoreTexts = Annotated[str | Texts, told("must be a text or a list of texts")]
+OneOrMoreTexts = Annotated[str | Texts, fault("must be a text or a list of texts")]
 
 
 def _described(schema: dict[str, Any], kind: type[Body]) -> None:
@@ -218,7 +218,7 @@ def values_in(value: Any) -> Iterator[Any]:
 
 MAX_PROMPTS = 1024  # in one request
 SAMPLED = frozenset(field.name for field in fields(SamplingParams))
-Prompt = Annotated[str | TokenIds, told("must be a text or a list of token ids")]
+Prompt = Annotated[str | TokenIds, fault("must be a text or a list of token ids")]
 
 
 # ---- what the document of the API says beyond types
@@ -244,7 +244,7 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
-    def wanted(self) -> StructuredOutputs | None:
+    def constraint(self) -> StructuredOutputs | None:
         if (self.json_schema is None) == (self.type == "json_schema"):
             raise InvalidRequest(
                 "response_format: type json_schema, and no other, has a json_schema", "response_format"
@@ -267,7 +267,7 @@ class Structured(Body):
     def describe(cls, schema: dict[str, Any]) -> None:
         schema["minProperties"] = 1
 
-    def wanted(self) -> StructuredOutputs:
+    def constraint(self) -> StructuredOutputs:
         return StructuredOutputs(
             json=None if self.json_ is None else json_text(self.json_),
             json_object=self.json_object,
@@ -326,27 +326,29 @@ class Sampling(Body):
 
     def params(self) -> SamplingParams:
         """Raises InvalidRequest for what is not allowed."""
-        return SamplingParams(**self.sampled(), structured_outputs=self._wanted())
+        return SamplingParams(**self.sampled(), structured_outputs=self._constraint())
 
     def sampled(self) -> dict[str, Any]:
         """Those of SamplingParams that were sent."""
         sent = (SAMPLED & self.model_fields_set) - {"structured_outputs"}
         return {name: getattr(self, name) for name in sent}
 
-    def _wanted(self) -> StructuredOutputs | None:
+    def _constraint(self) -> StructuredOutputs | None:
         guided = {
             name.removeprefix("guided_"): getattr(self, name)
             for name in self.model_fields_set
             if name.startswith("guided_") and getattr(self, name) is not False
         }
         sources = (self.response_format, self.structured_outputs, Structured(**guided) if guided else None)
-        wanted = [one for source in sources if source is not None and (one := source.wanted()) is not None]
-        if len(wanted) > 1:
+        constraints = [
+            one for source in sources if source is not None and (one := source.constraint()) is not None
+        ]
+        if len(constraints) > 1:
             raise InvalidRequest(
                 "structured_outputs: give only one of response_format, structured_outputs and guided_*",
                 "structured_outputs",
             )
-        return wanted[0] if wanted else None
+        return constraints[0] if constraints else None
 
 
 # ---- faults

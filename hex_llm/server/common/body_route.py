@@ -44,7 +44,7 @@ class BodyRoute(APIRoute):
     needs_room = True  # a full server refuses it unread
 
     @staticmethod
-    def told(error: Exception) -> tuple[int, dict[str, Any]]:
+    def problem_reply(error: Exception) -> tuple[int, dict[str, Any]]:
         """The status and the body for its clients."""
         problem = problem_of(error)
         return problem.status, problem.body()

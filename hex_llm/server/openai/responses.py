@@ -90,9 +90,9 @@ class ResponseStream:
                     self._growing = growing
                     ended = delta.finish_reason is not None
                     add = partial(growing.add, delta.text, talk.logprobs(delta), ended=ended)
-                    told = await shaped(delta_size(delta), add)
-                    if first or told:
-                        yield first + told
+                    events = await shaped(delta_size(delta), add)
+                    if first or events:
+                        yield first + events
                     if ended:
                         output = generation.output()
                         await growing.count(output)
@@ -258,8 +258,10 @@ class Growing:
 
 def _head(backend: Backend, request: ResponsesRequest, talk: PreparedChat) -> Fields:
     """What a response tells of its request, and of itself before it has begun."""
-    wanted = request.text.format
-    written = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_unset=True)
+    text_format = request.text.format
+    written = (
+        {"type": "text"} if text_format is None else text_format.model_dump(by_alias=True, exclude_unset=True)
+    )
     return {
         "id": f"resp_{request.request_id}" if request.request_id else new_id("resp"),
         "object": "response",

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.body import MAX_PROMPTS, Body, Sampling, Texts, TokenIds, Whole, shown, told
+from hex_llm.server.common.body import MAX_PROMPTS, Body, Sampling, Texts, TokenIds, Whole, fault, shown
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PromptTexts = Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -21,7 +21,7 @@ IdLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_leng
 Prompts = Annotated[
     str | PromptTexts | TokenIds | IdLists,
     Field(union_mode="left_to_right"),
-    told(f"must be a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
+    fault(f"must be a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
 ]
 
 
@@ -35,7 +35,7 @@ class TextPart(Body):
 
 Content = Annotated[
     str | Annotated[list[TextPart], Field(fail_fast=True)],
-    told('must be a text or a list of {"type": "text", "text": ...}'),
+    fault('must be a text or a list of {"type": "text", "text": ...}'),
 ]
 
 
@@ -194,7 +194,7 @@ class ChatRequest(OpenAIRequest):
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool,
-        told('must be none, auto, required or {"type": "function", "function": {"name": ...}}'),
+        fault('must be none, auto, required or {"type": "function", "function": {"name": ...}}'),
     ] = "auto"
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
@@ -222,15 +222,15 @@ class ChatRequest(OpenAIRequest):
         sent.pop("echo", None)  # the engine's would be that of the whole prompt
         return sent
 
-    def calls_wanted(self) -> str:
+    def tool_choice_name(self) -> str:
         """none, auto, required, or the name of a tool."""
         choice = self.tool_choice
-        wanted = choice if isinstance(choice, str) else choice.function.name
+        name = choice if isinstance(choice, str) else choice.function.name
         names = [tool.function.name for tool in self.tools]
         if len({*names, "none", "auto", "required"}) < len(names) + 3:
             raise InvalidRequest("tools: names must differ, also from none, auto and required", "tools")
-        if isinstance(choice, NamedTool) and wanted not in names:
-            raise InvalidRequest(f"tool_choice: no tool has the name {shown(wanted)}", "tool_choice")
-        if wanted == "required" and not names:
+        if isinstance(choice, NamedTool) and name not in names:
+            raise InvalidRequest(f"tool_choice: no tool has the name {shown(name)}", "tool_choice")
+        if name == "required" and not names:
             raise InvalidRequest("tool_choice: there are no tools", "tool_choice")
-        return wanted if names else "none"
+        return name if names else "none"
