@@ -13,6 +13,7 @@ from typing import Any, overload
 
 import msgspec
 
+from hex_llm.errors import HexError, InvalidRequest, QueueFull
 from hex_llm.sampling_params import MAX_LOGPROBS
 from hex_llm.text.detokenize import Detokenizer
 from hex_llm.text.tokenizer import Tokenizer
@@ -89,6 +90,15 @@ class Named(Sequence[Logprobs]):
 
     def _name(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.shown(token_id)
+
+
+def raise_failure(choice: CompletionOutput | Delta) -> None:
+    """A fault of the request may show only when the engine is at it, as one in a grammar does."""
+    if choice.finish_reason is FinishReason.ERROR:
+        if choice.error_is_busy:
+            raise QueueFull(choice.error)
+        at_fault = choice.error_param
+        raise HexError(choice.error) if at_fault is None else InvalidRequest(choice.error, at_fault)
 
 
 def for_engine(request: Request) -> Request:

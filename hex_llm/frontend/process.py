@@ -1,4 +1,5 @@
-"""An engine's process, for its front end: started, spoken to, watched, and ended with its children.
+"""An engine's process, for its front end: started, spoken to, watched, and ended with its children. One that
+dies after it was ready, or is ended because it is stuck, is replaced, a few times.
 
 Knows nothing of requests. Lives in one event loop. No jax.
 """
@@ -6,43 +7,41 @@ Knows nothing of requests. Lives in one event loop. No jax.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
 
-from hex_llm.errors import ConfigError, InvalidRequest
+from hex_llm.config import EngineConfig
+from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import decoded
-from hex_llm.ipc.protocol import (
-    LARGE_REPORT,
-    MAX_COMMAND,
-    MAX_REPORT,
-    Beat,
-    Command,
-    Reader,
-    Ready,
-    Report,
-    Shutdown,
-    command_address,
-    encode,
-    report_address,
-    set_limits,
-)
+from hex_llm.ipc import protocol
+from hex_llm.ipc.protocol import Command, Ready, Refused, Report, Step
 from hex_llm.ipc.pulse import Watch
+from hex_llm.ipc.stats import EngineState, EngineStatus
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.5  # between two looks at a process
 # What it may be silent for before it is loaded: libraries of gigabytes are imported with the GIL held.
 LOADING_S = 60.0
 MAX_PATH = 107  # bytes of a Unix socket's name
 KILL_S = 5  # what the system gets to end a killed process
+MAX_RESTARTS = 3  # one after another, of engines that then do not serve for STEADY_S
+STEADY_S = 30
+PAUSE_S = 1.0  # before the second restart; twice as long before the third
+STARTING = (EngineState.LOADING, EngineState.RESTARTING)
 
 
 class EngineProcess:
@@ -60,12 +59,12 @@ class EngineProcess:
         self._at_end.callback(self.context.term)  # which would wait for open sockets
         self._inbox = zmq.asyncio.Socket(self.context, zmq.PULL)
         self._outbox = zmq.Socket(self.context, zmq.PUSH)
-        for each, max_frame in ((self._inbox, MAX_REPORT), (self._outbox, MAX_COMMAND)):
-            set_limits(each, max_frame)
+        for each, max_frame in ((self._inbox, protocol.MAX_REPORT), (self._outbox, protocol.MAX_COMMAND)):
+            protocol.set_limits(each, max_frame)
             self._at_end.callback(each.close, linger=0)
-        self._inbox.bind(report_address(self.folder))
-        self._outbox.connect(command_address(self.folder))
-        self.reader: Reader[Report] = Reader(Report)
+        self._inbox.bind(protocol.report_address(self.folder))
+        self._outbox.connect(protocol.command_address(self.folder))
+        self.reader: protocol.Reader[Report] = protocol.Reader(Report)
 
     async def start(self, command: Sequence[str]) -> None:
         self._process = await asyncio.create_subprocess_exec(
@@ -88,23 +87,23 @@ class EngineProcess:
     # ---- messages
 
     def send(self, command: Command) -> None:
-        frame = encode(command)
-        if len(frame) > MAX_COMMAND:
-            raise InvalidRequest(f"the request takes {len(frame)} bytes, more than {MAX_COMMAND}")
+        frame = protocol.encode(command)
+        if len(frame) > protocol.MAX_COMMAND:
+            raise InvalidRequest(f"the request takes {len(frame)} bytes, more than {protocol.MAX_COMMAND}")
         self._outbox.send(frame)
 
     async def receive(self) -> Report:
         """Its next report."""
         while True:
             frame = await self._inbox.recv()
-            if len(frame) < LARGE_REPORT:
+            if len(frame) < protocol.LARGE_REPORT:
                 report = self.reader.decode(frame)
             else:
                 report = await decoded(partial(self.reader.decode_large, frame))
             if report is None:
                 continue
             self._silent_s = 0.0
-            if isinstance(report, Beat):
+            if isinstance(report, protocol.Beat):
                 self._step_s = report.step_s
             self.is_loaded |= isinstance(report, Ready)
             return report
@@ -154,13 +153,157 @@ class EngineProcess:
         try:
             if self._process is not None:
                 if self.is_running and not self._outbox.closed:
-                    self.send(Shutdown())
+                    self.send(protocol.Shutdown())
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._process.wait(), timeout_s if self.is_loaded else 0)
                 self.kill()
                 await asyncio.wait_for(self._process.wait(), KILL_S)
         finally:
             self._at_end.close()
+
+
+class Owner(Protocol):
+    """Whose engine it is."""
+
+    config: EngineConfig
+    log_format: str
+    stuck_timeout_s: float
+    step_timeout_s: float
+    engine_status: EngineStatus
+
+    # A process can serve, and will when this returns.
+    async def adopt(self, ready: Ready) -> None: ...
+    # `is_behind`: more reports have come already.
+    async def take(self, report: Step | Refused, *, is_behind: bool) -> None: ...
+    # It serves no more.
+    def fail(self, state: EngineState) -> None: ...
+
+
+class Supervisor:
+    """Keeps an engine's process running."""
+
+    process: EngineProcess | None = None
+
+    def __init__(self, owner: Owner, command: Sequence[str]) -> None:
+        self._owner = owner
+        self._command = command
+        self._status = owner.engine_status
+        self._num_restarts = 0  # since the engine has served for long
+        self._serving_since = 0.0
+        self._serving: EngineProcess | None = None  # the last that was ready
+        self._receiver: asyncio.Task[None] | None = None
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Returns when the engine serves; raises why it could not be loaded, and nothing is left then."""
+        self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._status.progress = "starting"
+        self.process = process = EngineProcess()
+        try:
+            await process.start(self._command)
+            self._receiver = asyncio.create_task(self._receive(process))
+            watcher = asyncio.create_task(self._watch(process))
+            self._watchers.add(watcher)
+            watcher.add_done_callback(self._watchers.discard)
+            level = logging.getLogger("hex_llm").getEffectiveLevel()
+            process.send(protocol.Start(self._owner.config, level, self._owner.log_format))
+            await self._owner.adopt(await self._loaded)
+            if self._status.state not in STARTING:
+                raise EngineStopped(self._status.state.value)
+            self._status.state, self._status.progress = EngineState.SERVING, ""
+            self._serving, self._serving_since = process, time.monotonic()
+        except BaseException:
+            await self._release(0)
+            raise
+
+    async def stop(self, timeout_s: float) -> None:
+        """After its present step or, if that or loading takes longer, at once."""
+        watchers = [*self._watchers]
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        await self._release(timeout_s)
+
+    def send(self, command: Command) -> None:
+        assert self.process is not None
+        self.process.send(command)
+
+    async def _release(self, timeout_s: float) -> None:
+        """The process, if there is one."""
+        if self._receiver is not None:
+            self._receiver.cancel()
+        if self.process is not None:
+            await self.process.end(timeout_s)
+
+    async def _watch(self, process: EngineProcess) -> None:
+        how = await process.ended(self._owner.stuck_timeout_s, self._owner.step_timeout_s)
+        await asyncio.sleep(0.1)  # what it said last may still be on its way, and tells more
+        if process.is_ending:  # we are done with it
+            return
+        self._lose(ModelError(f"the engine's process {how}"))
+        if process is self._serving:
+            await self._restart()
+
+    async def _restart(self) -> None:
+        """A new process for one that has ended; again, if that does not come to serve."""
+        if time.monotonic() - self._serving_since > STEADY_S:
+            self._num_restarts = 0
+        while self._status.state is EngineState.FAILED:
+            if self._num_restarts == MAX_RESTARTS:
+                log.critical(EngineState.GIVEN_UP.value)
+                self._owner.fail(EngineState.GIVEN_UP)
+                return
+            log.warning("starting the engine again")
+            self._status.state = EngineState.RESTARTING
+            self._num_restarts += 1
+            try:
+                await self._release(0)
+                await asyncio.sleep((self._num_restarts - 1) * PAUSE_S)
+                await self.start()
+                log.info("the engine is ready again")
+            except Exception as error:  # also of the system, which may lack memory, processes or space
+                log.error("the engine could not be started again: %s", error)
+                if self._status.state is EngineState.RESTARTING:
+                    self._status.state = EngineState.FAILED
+
+    def _lose(self, error: HexError) -> None:
+        """The engine will not answer any more; the first reason counts.
+
+        An unforeseen error's message is for who starts the server, not for its clients.
+        """
+        if self._status.state not in (EngineState.SERVING, *STARTING):
+            return
+        if self._loaded.done():
+            log.error("%s", error)
+        else:
+            self._loaded.set_exception(error)
+        self._owner.fail(EngineState.FAILED)
+
+    async def _receive(self, process: EngineProcess) -> None:
+        while True:
+            try:
+                await self._take(process, await process.receive())
+            except Exception:  # nothing may end this loop: all requests would wait for ever
+                log.exception("a report of the engine could not be taken in")
+                self._owner.fail(EngineState.FAILED)
+                process.kill()
+
+    async def _take(self, process: EngineProcess, report: Report) -> None:
+        match report:
+            case Step() | Refused():
+                await self._owner.take(report, is_behind=process.has_more)
+            case protocol.Beat(is_busy):
+                # Without a limit for steps, who watches the server must judge how long they take.
+                if is_busy and self._owner.step_timeout_s:
+                    self._status.progressed = time.monotonic()
+            case protocol.Progress(message):
+                self._status.progress = message
+                log.info("%s", message)
+            case Ready():
+                if not self._loaded.done():
+                    self._loaded.set_result(report)
+            case protocol.Failed(kind, message):
+                self._lose(protocol.error_of(kind, message))
 
 
 def _descendants(pid: int) -> Iterable[int]:
@@ -172,10 +315,10 @@ def _descendants(pid: int) -> Iterable[int]:
             parents[int(file.parent.name)] = int(
                 file.read_text(errors="replace").rpartition(")")[2].split()[1]
             )
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
+    family = [pid]
+    for one in family:
+        family += [child for child, parent in parents.items() if parent == one]
+    return family[1:]
 
 
 def _signal_name(number: int) -> str:
@@ -185,7 +328,7 @@ def _signal_name(number: int) -> str:
 def private_folder() -> Path:
     """A new folder for sockets, which only this user can enter; short enough for the names of sockets."""
     base = tempfile.gettempdir()
-    if len(os.fsencode(command_address(Path(base, "hex_llm-12345678")))) > MAX_PATH:
+    if len(os.fsencode(protocol.command_address(Path(base, "hex_llm-12345678")))) > MAX_PATH:
         base = "/tmp"
     try:
         return Path(tempfile.mkdtemp(prefix="hex_llm-", dir=base))

@@ -13,8 +13,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
+from hex_llm import errors
 from hex_llm.admission import Limits
 from hex_llm.config import EngineConfig
+from hex_llm.errors import HexError, InvalidRequest, ModelError
 from hex_llm.ipc.stats import Stats
 from hex_llm.types import Request, TokenLogprobs, Update
 
@@ -107,6 +109,17 @@ class Failed(msgspec.Struct, tag=True):
 
 
 Report = Beat | Progress | Ready | Step | Refused | Failed
+
+
+def error_of(kind: str, message: str, param: str | None = None) -> HexError:
+    """What the engine raised; errors that are none of ours are told by their class."""
+    if kind == InvalidRequest.__name__:
+        return InvalidRequest(message, param)
+    error = getattr(errors, kind, None)
+    if isinstance(error, type) and issubclass(error, HexError):
+        return error(message)
+    return ModelError(f"the engine failed: {kind}: {message}")
+
 
 T = TypeVar("T")
 

@@ -20,17 +20,16 @@ import uvicorn
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.errors import ConfigError, HexError, ModelError
 from hex_llm.frontend.client import EngineClient
+from hex_llm.ipc.stats import EngineState
 from hex_llm.launch.connection import SEND_BUFFER, connection
 from hex_llm.logs import log_from
 from hex_llm.server.app import create_app
-from hex_llm.server.gate import MAX_HEAD
 from hex_llm.server.metrics import Metrics
 from hex_llm.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
-SHUTTING_DOWN = "the server is shutting down"
 TICK_S = 0.05  # between two looks at what is still running
 TURN_S = 0.001  # after which a thread at large work must let the event loop go on
 STOP_S = 2  # what the last replies, then the engine's present step, get at the end
@@ -72,9 +71,9 @@ def configure_logging(config: ServerConfig) -> None:
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket: from here on clients can connect, even if they wait for their answer."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # "localhost" is both; who means IPv4 by it is not to be refused.
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        family, _, _, _, address = min(addresses, key=lambda one: one[0] != socket.AF_INET)
         listener = socket.create_server(address[:2], family=family, backlog=2048)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # its connections inherit it
         return listener
@@ -124,14 +123,13 @@ class Server(uvicorn.Server):
         self.drain_s = config.drain_timeout
         self.metrics = Metrics(engine.model_name, engine.engine_status)
         self.num_signals = 0
-        engine.observer, engine.log_format = self.metrics, config.log_format
+        engine.statistics.observer, engine.log_format = self.metrics, config.log_format
         engine.request_timeout_s = config.request_timeout
         engine.stuck_timeout_s, engine.step_timeout_s = config.stuck_timeout, config.step_timeout
         super().__init__(
             uvicorn.Config(
                 create_app(engine, config, self.metrics),
                 http=connection(config.receive_timeout, config.send_timeout),
-                h11_max_incomplete_event_size=MAX_HEAD,
                 timeout_keep_alive=config.keep_alive_timeout,
                 log_config=None,
                 access_log=False,
@@ -161,7 +159,7 @@ class Server(uvicorn.Server):
         until = time.monotonic() + self.drain_s
         while self.metrics.num_open and self.num_signals == 1 and time.monotonic() < until:
             await asyncio.sleep(TICK_S)
-        self.engine.fail(SHUTTING_DOWN)
+        self.engine.fail(EngineState.SHUTTING_DOWN)
 
 
 def address_of(listener: socket.socket) -> str:

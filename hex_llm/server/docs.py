@@ -17,8 +17,7 @@ from pydantic import Field
 from pydantic.json_schema import models_json_schema
 
 from hex_llm import __version__
-from hex_llm.server.common.body import Body
-from hex_llm.server.common.sampling_fields import MAX_PROMPTS
+from hex_llm.server.common.body import MAX_PROMPTS, Body
 from hex_llm.server.gate import OPEN_PATHS, all_routes
 from hex_llm.server.openai.responses_schemas import ResponsesRequest
 from hex_llm.server.openai.schemas import ChatRequest, CompletionRequest

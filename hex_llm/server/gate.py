@@ -22,11 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError
-from hex_llm.ipc.stats import Timeline
+from hex_llm.frontend.requests import Timeline
+from hex_llm.ipc.stats import EngineState
 from hex_llm.server import page
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.problems import error, error_reply
+from hex_llm.server.common.replies import error, error_reply
 from hex_llm.server.metrics import CURRENT, Metrics
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Gate:
         self.metrics = metrics
         key = config.api_key
         self.key_hash = None if key is None else sha256(key.encode()).digest()
-        self.num_refused, self.told_at = 0, 0.0  # since then, for there being too many
+        self.num_refused, self.logged_at = 0, 0.0  # since then, for there being too many
         self.paths: dict[str, BodyRoute | None] = {}  # those that are declared, and who answers a POST
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,12 +91,7 @@ class Gate:
         method, path, headers = scope["method"], scope["path"], Headers(scope=scope)
         if head_size(scope) > MAX_HEAD:
             return error(431, f"the path and the headers have more than {MAX_HEAD} bytes")
-        if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy that believes the other one may take a second request for the body of this one.
-            reply = error(400, "a body has a content-length or a transfer-encoding, not both")
-            reply.headers["connection"] = "close"
-            return reply
-        if page.is_page(method, path):
+        if method in ("GET", "HEAD") and path in page.FILES:
             return None
         is_open = self.is_open(method, path)
         if not is_open and not self.has_key(headers):
@@ -104,7 +100,7 @@ class Gate:
             return error(503, trouble)
         declared = headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and int(declared) > self.config.max_request_bytes:
-            return self.too_large()
+            return error(413, self.too_large())
         return self.unless_room(scope)
 
     def unless_room(self, scope: Scope) -> Response | None:
@@ -115,7 +111,7 @@ class Gate:
         try:
             self.backend.check_room(1)
         except HexError as problem:
-            return error_reply(*route.told(problem))
+            return error_reply(*route.problem_reply(problem))
         return None
 
     def is_open(self, method: str, path: str) -> bool:
@@ -127,20 +123,21 @@ class Gate:
         watches it is told."""
         engine_status = self.metrics.engine_status
         if self.metrics.draining:
-            return "the server is shutting down"
+            return EngineState.SHUTTING_DOWN.value
         if not self.backend.ready:
             progress = f" ({engine_status.progress})" if engine_status.progress else ""
-            return f"the server is not ready: {engine_status.trouble}{progress}"
+            return f"the server is not ready: {engine_status.state.value}{progress}"
         if watched and engine_status.stalled_s > self.config.health_timeout:
             return f"the engine has made no step for {engine_status.stalled_s:.0f} s, though there is work"
         return ""
 
     def has_key(self, headers: Headers) -> bool:
         """Hashes are compared, in constant time, so that the time taken tells nothing about the key."""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        given_hash = sha256(given.strip().encode("latin-1")).digest()
-        known = self.key_hash
-        return known is None or (scheme.lower() == "bearer" and hmac.compare_digest(given_hash, known))
+        if self.key_hash is None:
+            return True
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        key_hash = sha256(key.strip().encode("latin-1")).digest()
+        return hmac.compare_digest(key_hash, self.key_hash) and scheme.lower() == "bearer"
 
     async def within_time(self, scope: Scope, receive: Receive, visit: Visit) -> None:
         """Until the reply begins; from then on the engine keeps the time."""
@@ -173,7 +170,7 @@ class Gate:
             body = message.get("body", b"")
             num_bytes += len(body)
             if num_bytes > self.config.max_request_bytes:
-                raise HTTPException(413, self.too_large_message())
+                raise HTTPException(413, self.too_large())
             # Those in texts are counted too: a text with so many would be too long as well.
             num_values += body.count(b",") + body.count(b":") * (VALUES_PER_KEY - 1)
             self.check_values(num_values)
@@ -188,10 +185,7 @@ class Gate:
                 413, f"the body has more than {most} values (a key counts as {VALUES_PER_KEY} of them)"
             )
 
-    def too_large(self) -> Response:
-        return error(413, self.too_large_message())
-
-    def too_large_message(self) -> str:
+    def too_large(self) -> str:
         return f"the body has more than {self.config.max_request_bytes} bytes"
 
     def note(self, visit: Visit) -> None:
@@ -210,9 +204,9 @@ class Gate:
     def note_busy(self) -> None:
         """A flood may fill neither the log nor the time of those who are served."""
         self.num_refused += 1
-        if (now := time.monotonic()) - self.told_at >= BUSY_S:
+        if (now := time.monotonic()) - self.logged_at >= BUSY_S:
             log.info("too many requests", extra={"fields": {"refused": self.num_refused}})
-            self.num_refused, self.told_at = 0, now
+            self.num_refused, self.logged_at = 0, now
 
     def path_of(self, scope: Scope) -> str:
         """Of a route; paths of clients would be endless."""
@@ -241,8 +235,8 @@ class Visit:
         self.deadline: asyncio.Timeout | None = None
         self.timelines: list[Timeline] = []
         CURRENT.set(self.timelines)
-        asked = Headers(scope=scope).get("x-request-id", "")
-        self.request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        own_id = Headers(scope=scope).get("x-request-id", "")
+        self.request_id = own_id if REQUEST_ID.fullmatch(own_id) else uuid.uuid4().hex
         self._send = send
 
     async def send(self, message: Message) -> None:
@@ -255,10 +249,10 @@ class Visit:
 
     def fields(self) -> dict[str, Any]:
         now = time.monotonic()
-        known: dict[str, Any] = {"id": self.request_id, "route": self.route, "status": self.status}
-        if asked := self.timelines:
-            known["prompt_tokens"] = sum(one.num_prompt for one in asked)
-            known["output_tokens"] = sum(one.num_generated for one in asked)
-            if first := [one.first for one in asked if one.first]:
-                known["ttft_s"] = min(first) - self.started
-        return {**known, "total_s": now - self.started}
+        fields: dict[str, Any] = {"id": self.request_id, "route": self.route, "status": self.status}
+        if timelines := self.timelines:
+            fields["prompt_tokens"] = sum(one.num_prompt for one in timelines)
+            fields["output_tokens"] = sum(one.num_generated for one in timelines)
+            if first := [one.first for one in timelines if one.first]:
+                fields["ttft_s"] = min(first) - self.started
+        return {**fields, "total_s": now - self.started}

@@ -25,7 +25,8 @@ from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 
 from hex_llm import __version__
-from hex_llm.ipc.stats import EngineStatus, Observer, Stats, Timeline
+from hex_llm.frontend.requests import Observer, Timeline
+from hex_llm.ipc.stats import EngineStatus, Stats
 from hex_llm.server.common.backend import Backend
 
 SOON = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
@@ -85,24 +86,10 @@ class Metrics(Observer):
         )
         for reason in ("stop", "length", "abort", "error"):
             self._ends.labels(model_name, reason)
-        phases = Histogram(
-            "hex_llm:phase_seconds",
-            "Time of a request in queue, prefill and decode; of a step in schedule, dispatch, wait and rest.",
-            ("model_name", "phase"),
-            buckets=PHASE,
-            registry=self.registry,
+        self._phases = self._phase_times()
+        self._lag = self._times(LAG, "hex_llm")(
+            "event_loop_lag_seconds", "How much later than due the event loop came to something."
         )
-        self._phases = {
-            name: phases.labels(model_name, name)
-            for name in ("queue", "prefill", "decode", "schedule", "dispatch", "wait", "rest")
-        }
-        self._lag = Histogram(
-            "hex_llm:event_loop_lag_seconds",
-            "How much later than due the event loop came to something.",
-            ("model_name",),
-            buckets=LAG,
-            registry=self.registry,
-        ).labels(model_name)
         self._http = Counter(
             "hex_llm:http_requests",
             "HTTP requests.",
@@ -171,10 +158,10 @@ class Metrics(Observer):
     def tokens_per_s(self) -> float:
         """Of the last full seconds."""
         now = time.monotonic()
-        known = [
+        counts = (
             count for second, count in self._recent if now - RECENT_S <= second + 1 and second < int(now)
-        ]
-        return sum(known) / RECENT_S
+        )
+        return sum(counts) / RECENT_S
 
     def now(self) -> dict[str, Any]:
         """The state of the engine in a few numbers."""
@@ -188,12 +175,24 @@ class Metrics(Observer):
             "tokens_per_s": self.tokens_per_s(),
         }
 
-    def _times(self, buckets: tuple[float, ...]) -> Any:
+    def _times(self, buckets: tuple[float, ...], prefix: str = "vllm") -> Any:
         def histogram(name: str, about: str) -> Histogram:
-            made = Histogram(f"vllm:{name}", about, ("model_name",), buckets=buckets, registry=self.registry)
+            labels = ("model_name",)
+            made = Histogram(f"{prefix}:{name}", about, labels, buckets=buckets, registry=self.registry)
             return made.labels(self.model_name)
 
         return histogram
+
+    def _phase_times(self) -> dict[str, Histogram]:
+        times = Histogram(
+            "hex_llm:phase_seconds",
+            "Time of a request in queue, prefill and decode; of a step in schedule, dispatch, wait and rest.",
+            ("model_name", "phase"),
+            buckets=PHASE,
+            registry=self.registry,
+        )
+        phases = ("queue", "prefill", "decode", "schedule", "dispatch", "wait", "rest")
+        return {phase: times.labels(self.model_name, phase) for phase in phases}
 
     def _count(self, name: str, about: str) -> Counter:
         return Counter(name, about, ("model_name",), registry=self.registry).labels(self.model_name)

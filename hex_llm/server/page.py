@@ -68,11 +68,6 @@ def _digest(body: bytes) -> str:
 FILES = read_files()
 
 
-def is_page(method: str, path: str) -> bool:
-    """Whether a request only fetches the page; other methods at the same path are other routes."""
-    return method in ("GET", "HEAD") and path in FILES
-
-
 def routes() -> APIRouter:
     router = APIRouter()
     for path, file in FILES.items():

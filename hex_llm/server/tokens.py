@@ -21,7 +21,7 @@ from hex_llm.sampling_params import MAX_INT
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body import Body, TokenIds, parse
 from hex_llm.server.common.body_route import BodyRoute, checked
-from hex_llm.server.common.encoding import Encoded, Listed, Whole, encode, reply_of
+from hex_llm.server.common.replies import Encoded, Listed, Whole, encode, reply_of
 from hex_llm.server.openai.chat import prepare
 from hex_llm.server.openai.schemas import ChatRequest
 from hex_llm.server.tgi.routes import TgiRoute, in_their_shape
@@ -60,15 +60,15 @@ def _tokenizer(backend: Backend) -> Tokenizer:
 
 async def tokenize(backend: Backend, config: ServerConfig, request: Request, body: Json) -> Whole:
     tokenizer = _tokenizer(backend)
-    wanted: ChatToTokenize | PromptToTokenize
+    to_tokenize: ChatToTokenize | PromptToTokenize
     if "messages" in body:
-        wanted = await checked(request, partial(parse, ChatToTokenize, body))
-        ids = (await prepare(backend, wanted, config, only_prompt=True)).prompt_ids
+        to_tokenize = await checked(request, partial(parse, ChatToTokenize, body))
+        ids = (await prepare(backend, to_tokenize, config, only_prompt=True)).prompt_ids
     else:
-        wanted = parse(PromptToTokenize, body)
-        encode_text = partial(tokenizer.encode, add_special_tokens=wanted.add_special_tokens)
-        ids = await read(len(wanted.prompt), partial(encode_text, wanted.prompt))
-    names = Listed(map(tokenizer.shown, ids)) if wanted.return_token_strs else None
+        to_tokenize = parse(PromptToTokenize, body)
+        encode_text = partial(tokenizer.encode, add_special_tokens=to_tokenize.add_special_tokens)
+        ids = await read(len(to_tokenize.prompt), partial(encode_text, to_tokenize.prompt))
+    names = Listed(map(tokenizer.shown, ids)) if to_tokenize.return_token_strs else None
     counts = {"count": len(ids), "max_model_len": backend.max_len}
     return Whole(len(ids), lambda: {**counts, "tokens": Listed(ids), "token_strs": names})
 
@@ -130,10 +130,10 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
         return await reply_of(await tokenize(backend, config, request, body))
 
     async def as_tgi(body: Json) -> Response:
-        wanted = parse(TokenizeRequest, body)
-        tokenizer, special = _tokenizer(backend), wanted.add_special_tokens
-        make = partial(tokens_reply, tokenizer, wanted.inputs, add_special_tokens=special)
-        return await read(len(wanted.inputs), make)
+        to_tokenize = parse(TokenizeRequest, body)
+        tokenizer, special = _tokenizer(backend), to_tokenize.add_special_tokens
+        make = partial(tokens_reply, tokenizer, to_tokenize.inputs, add_special_tokens=special)
+        return await read(len(to_tokenize.inputs), make)
 
     @router.post("/detokenize")
     async def detokenize(body: ToDetokenize) -> Response:

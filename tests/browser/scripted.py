@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Iterable
 
-from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import for_engine
+from hex_llm.frontend.requests import Generation
 from hex_llm.types import FinishReason, Request, TokenLogprobs, Update
 from tests.server.fakes import EOS, FIRST_BYTE, FakeBackend, byte_tokenizer
 

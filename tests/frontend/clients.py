@@ -39,8 +39,8 @@ def with_client(
             worker = process_of(client)
             await asyncio.wait_for(test(client), 60)
         finally:
-            assert client._process is not None
-            folder = client._process.folder
+            assert client.supervisor.process is not None
+            folder = client.supervisor.process.folder
             await client.stop(5)
         assert not worker.is_running()
         assert not folder.exists()
@@ -51,8 +51,8 @@ def with_client(
 
 
 def process_of(client: EngineClient) -> psutil.Process:
-    assert client._process is not None
-    return psutil.Process(client._process.pid)
+    assert client.supervisor.process is not None
+    return psutil.Process(client.supervisor.process.pid)
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -13,7 +13,8 @@ import pytest
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull, TimedOut
 from hex_llm.frontend import client as module
 from hex_llm.frontend.client import EngineClient
-from hex_llm.ipc.stats import Observer, Stats, Timeline
+from hex_llm.frontend.requests import Observer, Timeline
+from hex_llm.ipc.stats import EngineState, Stats
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import FinishReason
 from tests.frontend.clients import CONFIG, LONG, SHORT, until, with_client
@@ -128,7 +129,7 @@ def test_what_is_wrong_is_told_to_its_caller_alone() -> None:
         assert "0x7f" not in str(odd.value)
         assert len((await bystander).outputs[0].token_ids) == 50
         assert client.ready
-        assert not client._open
+        assert not client.requests
 
     with_client(test, "FakeEngine(step_s=0.01)")
 
@@ -209,7 +210,7 @@ def test_many_streams_lose_no_token() -> None:
 
     async def test(client: EngineClient) -> None:
         await asyncio.gather(*(read(client, number) for number in range(64)))
-        assert not client._open
+        assert not client.requests
 
     with_client(test)
 
@@ -248,7 +249,7 @@ def test_cancelling_aborts_at_every_stage(stage: str, stream: bool, tmp_path: Pa
         if stage == "encoding":
             await asyncio.sleep(0)
         elif stage == "queued":
-            await until(lambda: client._open)
+            await until(lambda: client.requests)
         elif stage == "running":
             await until(lambda: client.num_steps > 1)
         elif stage == "many steps":
@@ -265,7 +266,7 @@ def test_cancelling_aborts_at_every_stage(stage: str, stream: bool, tmp_path: Pa
         await asyncio.gather(task, return_exceptions=True)
         await client.complete([9], SHORT)  # all before it has reached the engine
         await until(lambda: journal.read_text().endswith("idle\n"))
-        assert not client._open
+        assert not client.requests
         events = journal.read_text().split()
         if stage in ("queued", "running", "many steps"):
             assert events.count("abort") == 1
@@ -312,7 +313,7 @@ class Watching(Observer):
 
 def test_an_observer_is_told_of_each_request() -> None:
     async def test(client: EngineClient) -> None:
-        watching = client.observer = Watching()
+        watching = client.statistics.observer = Watching()
         await client.complete([7, 8], SamplingParams(max_tokens=2, n=2))
         assert watching.told[:-1] == ["began", "first"]
         assert watching.steps == [(2, 0), (2, 2)]
@@ -337,7 +338,7 @@ def test_an_observer_is_told_of_each_request() -> None:
         assert {*watching.told} <= {"began"}
         task = asyncio.create_task(client.complete([5], LONG))
         await until(lambda: "first" in watching.told)
-        client.fail("the end")
+        client.fail(EngineState.STOPPED)
         with pytest.raises(EngineStopped):
             await task
         assert watching.told[-1][1] == ["error"]
@@ -357,7 +358,7 @@ def test_work_is_pending_until_the_engine_has_told_its_end() -> None:
         await until(lambda: client.engine_status.num_pending)
         task.cancel()  # that nobody waits any more does not make the engine well
         await asyncio.sleep(0.5)
-        assert not client._open
+        assert not client.requests
         assert client.engine_status.num_pending == 1
         assert 0.4 < client.engine_status.stalled_s < 5
         await client.stop(0.1)

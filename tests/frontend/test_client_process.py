@@ -14,11 +14,11 @@ import pytest
 import zmq
 
 from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
-from hex_llm.frontend import client as module
-from hex_llm.frontend import process as process_module
+from hex_llm.frontend import process as module
 from hex_llm.frontend.client import EngineClient
 from hex_llm.frontend.process import private_folder
 from hex_llm.ipc.protocol import report_address
+from hex_llm.ipc.stats import EngineState
 from hex_llm.sampling_params import SamplingParams
 from tests.frontend.clients import CONFIG, LONG, SHORT, process_of, until, with_client
 from tests.server.fakes import (
@@ -46,7 +46,7 @@ def test_a_killed_engine_ends_every_request(sign: signal.Signals) -> None:
         assert_all_stopped(await asyncio.gather(*tasks, return_exceptions=True))
         assert time.monotonic() - started < 1
         assert not client.ready
-        assert not client._open
+        assert not client.requests
         with pytest.raises(EngineStopped, match="restarted"):
             await client.complete([5], SHORT)
 
@@ -87,7 +87,7 @@ def test_an_engine_that_always_dies_is_given_up(
                 process_of(client).kill()
             await asyncio.sleep(0.2)
         assert caplog.text.count("starting the engine again") == module.MAX_RESTARTS
-        with pytest.raises(EngineStopped, match=module.GIVEN_UP):
+        with pytest.raises(EngineStopped, match=EngineState.GIVEN_UP.value):
             await client.complete([5], SHORT)
 
     with_client(test, load)
@@ -98,9 +98,13 @@ def test_stopping_while_the_engine_is_started_again(tmp_path: Path) -> None:
 
     async def test(client: EngineClient) -> None:
         mark.touch()
-        dead = client._process
+        dead = client.supervisor.process
         process_of(client).kill()
-        await until(lambda: client.engine_status.trouble == module.RESTARTING and client._process is not dead)
+        await until(
+            lambda: (
+                client.engine_status.state is EngineState.RESTARTING and client.supervisor.process is not dead
+            )
+        )
 
     with_client(test, f"time.sleep(60) if Path({str(mark)!r}).exists() else FakeEngine()")
 
@@ -131,7 +135,7 @@ def test_shutting_down_answers_every_request() -> None:
     async def test(client: EngineClient) -> None:
         task = asyncio.create_task(client.complete([5], LONG))
         await until(lambda: client.num_steps)
-        client.fail("the server is shutting down")
+        client.fail(EngineState.SHUTTING_DOWN)
         with pytest.raises(EngineStopped, match="shutting down"):
             await task
 
@@ -142,7 +146,7 @@ def test_malformed_reports_are_dropped() -> None:
     async def test(client: EngineClient) -> None:
         task = asyncio.create_task(client.complete([5], LONG))
         draw = random.Random(0)
-        process = client._process
+        process = client.supervisor.process
         assert process is not None
         stranger = process.context.socket(zmq.PUSH)
         stranger.set(zmq.SNDHWM, 0)
@@ -178,8 +182,8 @@ def test_a_failure_to_load_is_raised(load: str, kind: type[HexError], message: s
         assert (type(caught.value), str(caught.value)) == (kind, message)
         assert not client.ready
         await client.stop(5)
-        assert client._process is not None
-        assert not client._process.folder.exists()
+        assert client.supervisor.process is not None
+        assert not client.supervisor.process.folder.exists()
 
     asyncio.run(run())
 
@@ -188,7 +192,7 @@ def test_loading_can_be_given_up() -> None:
     async def run() -> None:
         client = EngineClient(CONFIG, "fake", fake_worker("time.sleep(600)"))
         starting = asyncio.create_task(client.start())
-        await until(lambda: client._process and client._process.is_running)
+        await until(lambda: client.supervisor.process and client.supervisor.process.is_running)
         worker = process_of(client)
         with pytest.raises(EngineStopped, match="being loaded"):
             await client.complete([5], SHORT)
@@ -208,10 +212,10 @@ def test_a_client_that_was_never_started_can_be_stopped() -> None:
 def test_sockets_have_short_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
-    monkeypatch.setattr(process_module.tempfile, "gettempdir", lambda: str(deep))
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(deep))
     folder = private_folder()
     assert len(str(folder)) < 50
     folder.rmdir()
-    monkeypatch.setattr(process_module.tempfile, "gettempdir", lambda: "/nowhere")
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: "/nowhere")
     with pytest.raises(ConfigError, match="/nowhere"):
         private_folder()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hex_llm.errors import HexError
-from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import OutputCollector
+from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import FinishReason, Request, Update
 

@@ -14,7 +14,7 @@ import pytest
 from hex_llm.config import MAX_INT, EngineConfig
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull
 from hex_llm.frontend.client import EngineClient
-from hex_llm.frontend.room import Room
+from hex_llm.frontend.requests import Room
 from hex_llm.sampling_params import SamplingParams
 from tests.frontend.clients import LONG, SHORT, process_of, until, with_client
 from tests.server.fakes import FAILS_TO_ADD, ByteCodec, byte_tokenizer
@@ -62,7 +62,7 @@ def test_a_full_server_says_so_though_its_engine_is_stopped() -> None:
         with pytest.raises(QueueFull):
             await client.complete([5], SHORT)
         os.kill(process_of(client).pid, signal.SIGCONT)
-        await until(lambda: client._room.num_sequences == 0)
+        await until(lambda: client.requests.room.num_sequences == 0)
         await client.complete("text", SHORT)
 
     with_client(test, "FakeEngine(step_s=0.01, max_sequences=4)")
@@ -105,9 +105,9 @@ def test_no_place_is_lost() -> None:
                 process_of(client).kill()
             await asyncio.gather(*asking)
             await until(lambda: client.ready)
-            await until(lambda: client._room.num_sequences == 0)
+            await until(lambda: client.requests.room.num_sequences == 0)
             assert client.engine_status.num_pending == 0
-            assert not client._open
+            assert not client.requests
         await client.complete([5] * 60, SamplingParams(n=50, max_tokens=1))
 
     with_client(test, "FakeEngine(step_s=0.005, max_sequences=50)")
@@ -121,7 +121,7 @@ def test_places_are_free_again_when_the_engine_has_gone() -> None:
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(end, EngineStopped) for end in ends)
         await until(lambda: client.ready)
-        assert client._room.num_sequences == 0
+        assert client.requests.room.num_sequences == 0
         await client.complete([5] * 9, SamplingParams(n=4))
 
     with_client(test, "FakeEngine(step_s=0.01, max_sequences=4)")

@@ -20,7 +20,6 @@ from hex_llm.config import ServerConfig
 from hex_llm.launch.connection import connection
 from hex_llm.launch.local import bind
 from hex_llm.server.app import create_app
-from hex_llm.server.gate import MAX_HEAD
 from hex_llm.types import FinishReason, Update
 from tests.server.asking import COMPLETIONS
 from tests.server.fakes import EOS, FIRST_BYTE, FakeBackend, byte_tokenizer
@@ -36,7 +35,6 @@ def serving(app: Any) -> Iterator[int]:
     config = uvicorn.Config(
         app,
         http=connection(1, 1),
-        h11_max_incomplete_event_size=MAX_HEAD,
         timeout_keep_alive=1,
         log_config=None,
         lifespan="off",
@@ -226,3 +224,143 @@ def test_a_slow_reader_of_a_large_reply_gets_it_all() -> None:
             time.sleep(0.05)
         assert found > 3_000_000
         assert time.monotonic() - started > 1.5
+
+
+# ---- HTTP
+
+STREAM = json.dumps({"prompt": "hello", "stream": True, "max_tokens": 50}).encode()
+LENGTH = b"content-length: %d\r\n\r\n" % len(STREAM)
+CLOSE = b"connection: close\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+
+
+def exchanged(port: int, *sent: bytes) -> bytes:
+    """All that comes back for what is sent, with a pause after each."""
+    with connected(port) as client:
+        for one in sent:
+            client.sendall(one)
+            time.sleep(0.05)
+        return read_all(client)
+
+
+def statuses(reply: bytes) -> list[int]:
+    return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d+) ", reply)]
+
+
+def test_a_stream_for_an_old_client_has_no_chunks(port: int) -> None:
+    head, _, body = exchanged(port, HEAD.replace(b"/1.1", b"/1.0") + LENGTH + STREAM).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_whole_reply_for_an_old_client_has_its_length(port: int) -> None:
+    head, _, body = exchanged(port, b"GET /v1/models HTTP/1.0\r\n\r\n").partition(b"\r\n\r\n")
+    assert b"content-length: %d\r\n" % len(body) in head
+    assert json.loads(body)["object"] == "list"
+
+
+def test_a_body_of_tiny_chunks_with_trailers(port: int) -> None:
+    chunks = [b"1;a=b\r\n%c\r\n" % byte for byte in STREAM] + [b"0\r\nhost: y\r\nx-b: c\r\n\r\n"]
+    reply = exchanged(port, HEAD + CLOSE + b"transfer-encoding: chunked\r\n\r\n", *[b"".join(chunks)])
+    assert statuses(reply) == [200]
+    assert reply.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("trailers", [b"x: " + b"a" * 1_000_000, b"x: a\r\n" * 100_000])
+def test_trailers_are_limited(port: int, trailers: bytes) -> None:
+    with connected(port) as client:
+        try:
+            client.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + trailers)
+        except OSError:
+            return
+        assert statuses(read_all(client)) in ([], [400])
+
+
+def test_trailers_are_no_headers() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+        await Response()(scope, receive, send)
+
+    with serving(app) as port:
+        request = b"POST / HTTP/1.1\r\nhost: x\r\nx-empty:\r\nconnection: close\r\n"
+        chunked = b"transfer-encoding: chunked\r\n\r\n0\r\nauthorization: Bearer k\r\n\r\n"
+        assert statuses(exchanged(port, request + chunked)) == [200]
+    expected = {"host": "x", "x-empty": "", "connection": "close", "transfer-encoding": "chunked"}
+    assert seen == [(name.encode(), value.encode()) for name, value in expected.items()]
+
+
+def test_a_client_is_told_to_go_on(port: int) -> None:
+    reply = exchanged(port, HEAD + CLOSE + b"expect: 100-continue\r\n" + LENGTH, STREAM)
+    assert statuses(reply) == [100, 200]
+
+
+@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])
+def test_upgrades_are_ignored(port: int, upgrade: bytes) -> None:
+    """Java's clients ask for HTTP/2 so, with the first request of each connection."""
+    asks = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: %b\r\nhttp2-settings: AAA\r\n" % upgrade
+    first = HEAD + asks + LENGTH + STREAM
+    assert statuses(exchanged(port, first, GET + CLOSE + b"\r\n")) == [200, 200]
+    assert statuses(exchanged(port, first + GET + asks + b"\r\n" + GET + CLOSE + b"\r\n")) == [200, 200, 200]
+
+
+def test_requests_behind_a_stream_wait_for_its_end(port: int) -> None:
+    request = HEAD + LENGTH + STREAM
+    last = HEAD + CLOSE + LENGTH + STREAM
+    for sent in ([request + GET + b"\r\n" + last], [request, GET + b"\r\n", last[:20], last[20:]]):
+        reply = exchanged(port, *sent)
+        assert statuses(reply) == [200, 200, 200]
+        assert reply.count(b"data: [DONE]") == 2
+
+
+@pytest.mark.parametrize("pause_s", [0, 0.3])
+def test_what_is_no_http_breaks_no_reply(pause_s: float) -> None:
+    """Behind a request that is being answered: a 400 of its own, or none, but not within the reply."""
+    body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 4000}).encode()
+    with serving(around(Counting(byte_tokenizer()))) as port, connected(port) as client:
+        client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert client.recv(1)
+        time.sleep(pause_s)
+        client.sendall(b"\xff\xff\r\n\r\n")
+        reply = read_all(client)
+    assert statuses(reply) == [400]
+    assert reply.partition(b"HTTP/1.1 400 ")[0].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("behind", [b"", GET + b"\r\n", b"GET /hea"])
+def test_a_client_that_leaves_is_noticed(behind: bytes) -> None:
+    """Also with requests behind the one that is answered."""
+    backend = Endless(byte_tokenizer())
+    body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 4000}).encode()
+    with serving(around(backend)) as port:
+        with connected(port) as client:
+            client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body + behind)
+            assert client.recv(1)
+        started = time.monotonic()
+        while not backend.num_cancelled:
+            assert time.monotonic() - started < 20, "it is still being served"
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "target", [b"http://x/health", b"/health?a=b", b"/%68ealth", b"/health#a"], ids=bytes.decode
+)
+def test_forms_of_a_path(port: int, target: bytes) -> None:
+    assert statuses(exchanged(port, b"GET %b HTTP/1.1\r\nhost: x\r\n" % target + CLOSE + b"\r\n")) == [200]
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [b"CONNECT x:80 HTTP/1.1", b"OPTIONS * HTTP/1.1", b"GET http://x HTTP/1.1", b"GET /\xff HTTP/1.1"],
+    ids=str,
+)
+def test_targets_that_are_none_here(port: int, request_line: bytes) -> None:
+    (status,) = statuses(exchanged(port, request_line + b"\r\nhost: x\r\n" + CLOSE + b"\r\n"))
+    assert 400 <= status < 500
+
+
+def test_old_clients_send_no_chunks(port: int) -> None:
+    chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(STREAM), STREAM)
+    assert statuses(exchanged(port, HEAD.replace(b"/1.1", b"/1.0") + chunked)) == [400]

@@ -6,10 +6,10 @@ hex_llm.text.chat:encode_chat
 hex_llm.server.openai.schemas:OpenAIRequest.params
 hex_llm.admission:make_request
 hex_llm.frontend.client:EngineClient._prepare
-hex_llm.frontend.client:EngineClient._submit
-hex_llm.frontend.client:EngineClient._send
-hex_llm.frontend.client:EngineClient._take
-hex_llm.frontend.client:EngineClient._take_updates
+hex_llm.frontend.requests:OpenRequests.add
+hex_llm.frontend.requests:OpenRequests.take
+hex_llm.frontend.requests:OpenRequests._take_updates
+hex_llm.frontend.process:Supervisor.send
 hex_llm.ipc.protocol:encode
 hex_llm.ipc.protocol:Reader.decode
 hex_llm.text.detokenize:Detokenizer.add

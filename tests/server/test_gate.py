@@ -16,7 +16,8 @@ from fastapi import FastAPI
 from hex_llm.config import ServerConfig
 from hex_llm.errors import QueueFull, TimedOut
 from hex_llm.frontend.outputs import for_engine
-from hex_llm.ipc.stats import EngineStatus, Timeline
+from hex_llm.frontend.requests import Timeline
+from hex_llm.ipc.stats import EngineStatus
 from hex_llm.logs import JsonLines, TextLines
 from hex_llm.server.app import create_app
 from hex_llm.server.gate import MAX_VALUES, VALUES_PER_KEY

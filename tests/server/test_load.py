@@ -1,6 +1,6 @@
 """A real server under load: real sockets, a real worker process, many clients; only the engine is a stand-in.
 
-What is measured here is that nothing is lost. How fast the server is, tests/server/bench_http.py tells.
+What is measured here is that nothing is lost. How fast the server is, tools/bench_http.py tells.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.load import allow_files, idle_connections, loaded_server, make_streams, read_all
+from tools.http_load import allow_files, idle_connections, loaded_server, make_streams, read_all
 
 TOKENS_PER_S = 20_000
 SPARE_FILES = 200  # of a process, for other things than connections

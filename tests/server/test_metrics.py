@@ -10,7 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hex_llm.config import ServerConfig
-from hex_llm.ipc.stats import EngineStatus, Stats, Timeline
+from hex_llm.frontend.requests import Timeline
+from hex_llm.ipc.stats import EngineStatus, Stats
 from hex_llm.server.app import create_app
 from hex_llm.server.metrics import Metrics
 from tests.server.apps import asked

@@ -10,7 +10,7 @@ import pytest
 
 from hex_llm.config import ServerConfig
 from hex_llm.server.app import create_app
-from hex_llm.server.common.sampling_fields import MAX_PROMPTS
+from hex_llm.server.common.body import MAX_PROMPTS
 from hex_llm.types import FinishReason, Update
 from tests.server.asking import CHAT, GENERATE, HELLO, ask, post, refusal
 from tests.server.fakes import EOS, FakeBackend, byte_tokenizer

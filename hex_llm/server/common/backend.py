@@ -7,18 +7,12 @@ from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
-from fastapi import Request, Response
-
-from hex_llm.config import ServerConfig
-from hex_llm.errors import HexError, InvalidRequest, QueueFull, UnknownModel
-from hex_llm.frontend.generation import Generation
-from hex_llm.frontend.outputs import Delta
+from hex_llm.frontend.outputs import raise_failure
+from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.body import shown
-from hex_llm.server.common.encoding import Whole, reply_of
-from hex_llm.server.common.sampling_fields import Sampling
+from hex_llm.server.common.body import Sampling
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import CompletionOutput, FinishReason, Logprobs, RequestOutput
+from hex_llm.types import Logprobs, RequestOutput
 
 T = TypeVar("T")
 
@@ -54,12 +48,6 @@ class Backend(Protocol):
         """All of it; when the caller is cancelled, so is the request."""
 
 
-def check_model(backend: Backend, config: ServerConfig, named: str) -> None:
-    """Who names no model means the one that there is."""
-    if config.strict_model_name and named and named != backend.model_name:
-        raise UnknownModel(f"The model `{shown(named)}` does not exist.", "model")
-
-
 async def answer(
     backend: Backend, prompt: str | list[int], request: Sampling, params: SamplingParams
 ) -> RequestOutput:
@@ -67,15 +55,6 @@ async def answer(
     for choice in output.outputs:
         raise_failure(choice)
     return output
-
-
-def raise_failure(choice: CompletionOutput | Delta) -> None:
-    """A fault of the request may show only when the engine is at it, as one in a grammar does."""
-    if choice.finish_reason is FinishReason.ERROR:
-        if choice.error_is_busy:
-            raise QueueFull(choice.error)
-        at_fault = choice.error_param
-        raise HexError(choice.error) if at_fault is None else InvalidRequest(choice.error, at_fault)
 
 
 def size_of(*outputs: RequestOutput) -> int:
@@ -88,8 +67,8 @@ def size_of(*outputs: RequestOutput) -> int:
     )
 
 
-def num_logprobs(known: Sequence[Logprobs | None] | None) -> int:
-    return len(known) * len(known[-1] or ()) if known else 0
+def num_logprobs(logprobs: Sequence[Logprobs | None] | None) -> int:
+    return len(logprobs) * len(logprobs[-1] or ()) if logprobs else 0
 
 
 async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -100,20 +79,3 @@ async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Whole]) -> Response:
-    """The work's result as a reply. If the client leaves first, the work is cancelled."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(client_leaves(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        # Nobody reads the 499; nginx gives this case the same number.
-        return await reply_of(task.result()) if task.done() else Response(status_code=499)
-    finally:
-        task.cancel()
-        gone.cancel()
-
-
-async def client_leaves(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -1,4 +1,5 @@
-"""What all bodies have in common: what their fields may be, and how their faults are told.
+"""What all bodies have in common: what their fields may be, those of SamplingParams among them, and how their
+faults are told.
 
 A body has the fields of its model. What is not built may be sent only with a value that changes nothing
 (INERT); null is the same as absent. Anything else is refused by its name: nothing is silently ignored. Only
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -26,7 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from hex_llm.errors import InvalidRequest, one_line
-from hex_llm.sampling_params import is_unicode
+from hex_llm.sampling_params import ABOVE, COUNTS, RANGES, SamplingParams, StructuredOutputs
 
 # Also fields that other routes know: clients send one set of options everywhere.
 INERT: dict[str, tuple[Any, ...]] = {
@@ -99,7 +101,7 @@ def _all_whole(values: Any) -> Any:
     return [_whole(value) for value in values] if has_floats else values
 
 
-def told(message: str) -> WrapValidator:
+def fault(message: str) -> WrapValidator:
     """One message for all that can be wrong in a union, whose own would be one for each member."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -115,7 +117,7 @@ def told(message: str) -> WrapValidator:
 Whole = Annotated[int, BeforeValidator(_whole)]
 TokenIds = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_all_whole)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-OneOrMoreTexts = Annotated[str | Texts, told("must be a text or a list of texts")]
+OneOrMoreTexts = Annotated[str | Texts, fault("must be a text or a list of texts")]
 
 
 def _described(schema: dict[str, Any], kind: type[Body]) -> None:
@@ -214,31 +216,139 @@ def values_in(value: Any) -> Iterator[Any]:
             left.pop()
 
 
-# ---- texts
-
-# A body with half of a surrogate pair has one of these: an escape, bytes that are not quite UTF-8, or, in
-# UTF-16, zeros. Few others have any.
-SUSPICIOUS = (rb"\ud", rb"\uD", b"\xed", b"\0")
+MAX_PROMPTS = 1024  # in one request
+SAMPLED = frozenset(field.name for field in fields(SamplingParams))
+Prompt = Annotated[str | TokenIds, fault("must be a text or a list of token ids")]
 
 
-def is_suspicious(body: bytes) -> bool:
-    return any(sign in body for sign in SUSPICIOUS)
+# ---- what the document of the API says beyond types
 
 
-def check_texts(values: Any) -> None:
-    """Half of a surrogate pair, anywhere, could not be tokenized, sent back or logged."""
-    left = [(name, [name, one]) for name, one in values.items()] if isinstance(values, dict) else []
-    while left:
-        field, values = left.pop()
-        for one in values:
-            if isinstance(one, str) and not is_unicode(one):
-                raise InvalidRequest(
-                    f"{shown(field)}: half of a surrogate pair is no character", shown(field)
-                )
-            if isinstance(one, dict):
-                left.append((field, [*one, *one.values()]))
-            elif isinstance(one, list):
-                left.append((field, one))
+def describe_limits(schema: dict[str, Any]) -> None:
+    """Those of SamplingParams, for the fields that have its names."""
+    for name, known in schema["properties"].items():
+        low, high = {**RANGES, **COUNTS}.get(name, (None, None))
+        if low is not None and not _is_boolean(known):
+            known |= {"exclusiveMinimum" if name in ABOVE else "minimum": low, "maximum": high}
+
+
+def _is_boolean(known: dict[str, Any]) -> bool:
+    """A chat's logprobs are."""
+    return {"type": "boolean"} in known.get("anyOf", ())
+
+
+# ---- what the output must conform to
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def constraint(self) -> StructuredOutputs | None:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise InvalidRequest(
+                "response_format: type json_schema, and no other, has a json_schema", "response_format"
+            )
+        if self.json_schema is not None:
+            return StructuredOutputs(json=json_text(self.json_schema.schema_))
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
+class Structured(Body):
+    """vLLM's `structured_outputs`; its older fields have the same names behind `guided_`."""
+
+    json_: Any = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        schema["minProperties"] = 1
+
+    def constraint(self) -> StructuredOutputs:
+        return StructuredOutputs(
+            json=None if self.json_ is None else json_text(self.json_),
+            json_object=self.json_object,
+            regex=self.regex,
+            choice=tuple(self.choice or ()),
+            grammar=self.grammar,
+        )
+
+
+# ---- requests
+
+
+class Sampling(Body):
+    """The fields of SamplingParams, whose defaults they have, and of requests of every kind."""
+
+    model: str = ""  # there is only one, which --strict_model_name holds it to
+    user: str = ""
+    priority: Whole = 0
+    cache_salt: str = ""
+
+    n: Whole | None = None
+    best_of: Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Whole | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    seed: Whole | None = None
+    max_tokens: Whole | None = None
+    min_tokens: Whole | None = None
+    stop: OneOrMoreTexts | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: TokenIds | None = None
+    prompt_logprobs: Whole | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Whole | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    guided_json: Any = None
+    guided_json_object: bool = False
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        describe_limits(schema)
+
+    def params(self) -> SamplingParams:
+        """Raises InvalidRequest for what is not allowed."""
+        return SamplingParams(**self.sampled(), structured_outputs=self._constraint())
+
+    def sampled(self) -> dict[str, Any]:
+        """Those of SamplingParams that were sent."""
+        sent = (SAMPLED & self.model_fields_set) - {"structured_outputs"}
+        return {name: getattr(self, name) for name in sent}
+
+    def _constraint(self) -> StructuredOutputs | None:
+        guided = {
+            name.removeprefix("guided_"): getattr(self, name)
+            for name in self.model_fields_set
+            if name.startswith("guided_") and getattr(self, name) is not False
+        }
+        sources = (self.response_format, self.structured_outputs, Structured(**guided) if guided else None)
+        constraints = [
+            one for source in sources if source is not None and (one := source.constraint()) is not None
+        ]
+        if len(constraints) > 1:
+            raise InvalidRequest(
+                "structured_outputs: give only one of response_format, structured_outputs and guided_*",
+                "structured_outputs",
+            )
+        return constraints[0] if constraints else None
 
 
 # ---- faults

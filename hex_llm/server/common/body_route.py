@@ -1,4 +1,5 @@
-"""Bodies that take long to parse and to check, which is done beside the event loop; others are FastAPI's."""
+"""How bodies are read. Those that take long to parse and to check are, beside the event loop; others are
+FastAPI's."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from starlette.requests import ClientDisconnect
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read
-from hex_llm.server.common.body import Body, check_texts, is_suspicious, parse
-from hex_llm.server.common.problems import problem_of
+from hex_llm.sampling_params import is_unicode
+from hex_llm.server.common.body import Body, parse, shown
+from hex_llm.server.common.replies import problem_of
 
 LARGE_BODY = 32 << 10  # bytes
 
@@ -42,7 +44,7 @@ class BodyRoute(APIRoute):
     needs_room = True  # a full server refuses it unread
 
     @staticmethod
-    def told(error: Exception) -> tuple[int, dict[str, Any]]:
+    def problem_reply(error: Exception) -> tuple[int, dict[str, Any]]:
         """The status and the body for its clients."""
         problem = problem_of(error)
         return problem.status, problem.body()
@@ -89,3 +91,30 @@ def _decoded(body: bytes) -> Any:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     finally:
         gc.enable()
+
+
+# ---- texts
+
+# A body with half of a surrogate pair has one of these: an escape, bytes that are not quite UTF-8, or, in
+# UTF-16, zeros. Few others have any.
+SUSPICIOUS = (rb"\ud", rb"\uD", b"\xed", b"\0")
+
+
+def is_suspicious(body: bytes) -> bool:
+    return any(sign in body for sign in SUSPICIOUS)
+
+
+def check_texts(values: Any) -> None:
+    """Half of a surrogate pair, anywhere, could not be tokenized, sent back or logged."""
+    left = [(name, [name, one]) for name, one in values.items()] if isinstance(values, dict) else []
+    while left:
+        field, values = left.pop()
+        for one in values:
+            if isinstance(one, str) and not is_unicode(one):
+                raise InvalidRequest(
+                    f"{shown(field)}: half of a surrogate pair is no character", shown(field)
+                )
+            if isinstance(one, dict):
+                left.append((field, [*one, *one.values()]))
+            elif isinstance(one, list):
+                left.append((field, one))

@@ -13,18 +13,20 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from fastapi import APIRouter, Request, Response
+
 from hex_llm.config import ServerConfig
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import LONG_TEXT, read
-from hex_llm.frontend.generation import Generation
 from hex_llm.frontend.outputs import Delta
+from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
-from hex_llm.server.common.backend import Backend, answer, check_model, size_of
+from hex_llm.server.common.backend import Backend, answer, size_of
 from hex_llm.server.common.body import check_num_values, shown, values_in
-from hex_llm.server.common.encoding import Listed, Whole
-from hex_llm.server.common.stream import Job, ReplyStream, StreamDelta
+from hex_llm.server.common.body_route import BodyRoute
+from hex_llm.server.common.replies import Job, Listed, ReplyStream, StreamDelta, Whole, streamed, unless_gone
 from hex_llm.server.openai import logprobs
-from hex_llm.server.openai.replies import Fields, chunks, end_of, given, head_of, whole
+from hex_llm.server.openai.replies import Fields, check_model, chunks, end_of, given, head_of, whole
 from hex_llm.server.openai.schemas import ChatRequest
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, reasoning_parser
@@ -63,6 +65,12 @@ def check_parsers(config: ServerConfig) -> None:
             raise ConfigError(f"--reasoning_parser={error}") from None
 
 
+async def chat_reply(backend: Backend, request: Request, body: ChatRequest, config: ServerConfig) -> Response:
+    if body.stream:
+        return await streamed(request, await stream_chat(backend, body, config))
+    return await unless_gone(request, chat(backend, body, config))
+
+
 async def chat(backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS) -> Whole:
     talk = await prepare(backend, request, config)
     output = await answer(backend, talk.prompt_ids, request, talk.params)
@@ -97,6 +105,18 @@ async def stream_chat(
         opening=opening if request.return_token_ids else None,
         usage_at_end=usage_at_end,
     )
+
+
+def routes(backend: Backend, config: ServerConfig) -> APIRouter:
+    """Raises ConfigError for a parser that is not known."""
+    check_parsers(config)
+    router = APIRouter(prefix="/v1", route_class=BodyRoute)
+
+    @router.post("/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await chat_reply(backend, request, body, config)
+
+    return router
 
 
 # ---- from a request to a prompt
@@ -183,26 +203,26 @@ def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_
             "chat_template: this server does not take one (--trust_request_chat_template)", "chat_template"
         )
     check_num_values([tool.function.parameters for tool in request.tools], "tools:")
-    wanted = request.calls_wanted()
-    new_tool_parser = _tool_parser(request, config, tokenizer, wanted)
-    params = _for_calls(request, params, wanted, new_tool_parser)
+    tool_choice = request.tool_choice_name()
+    new_tool_parser = _tool_parser(request, config, tokenizer, tool_choice)
+    params = _for_calls(request, params, tool_choice, new_tool_parser)
     # An output of a given structure has no room for reasoning.
     reasons = config.reasoning_parser if params.structured_outputs is None else None
     new_reasoning_parser = None if reasons is None else lambda: reasoning_parser(reasons)
     any_length = only_prompt or params.truncate_prompt_tokens is not None
-    ids = _encode(tokenizer, request, wanted, None if any_length else backend.max_len)
+    ids = _encode(tokenizer, request, tool_choice, None if any_length else backend.max_len)
     return PreparedChat(request, tokenizer, ids, params, new_tool_parser, new_reasoning_parser)
 
 
 def _tool_parser(
-    request: ChatRequest, config: ServerConfig, tokenizer: Tokenizer, wanted: str
+    request: ChatRequest, config: ServerConfig, tokenizer: Tokenizer, tool_choice: str
 ) -> Callable[[], ToolParser] | None:
-    if wanted == "none":
+    if tool_choice == "none":
         return None
-    if wanted == "required":
+    if tool_choice == "required":
         return ForcedCalls
-    if wanted != "auto":
-        return lambda: ForcedCall(wanted)
+    if tool_choice != "auto":
+        return lambda: ForcedCall(tool_choice)
     if not config.enable_auto_tool_choice:
         raise InvalidRequest(
             "tool_choice: this server does not take auto (--enable_auto_tool_choice)", "tool_choice"
@@ -221,7 +241,7 @@ def _tool_parser(
 def _for_calls(
     request: ChatRequest,
     params: SamplingParams,
-    wanted: str,
+    tool_choice: str,
     new_tool_parser: Callable[[], ToolParser] | None,
 ) -> SamplingParams:
     if new_tool_parser is None:
@@ -230,15 +250,15 @@ def _for_calls(
         raise InvalidRequest(
             "tools: not together with a structure of the output, unless tool_choice is none", "tools"
         )
-    if wanted == "auto":
+    if tool_choice == "auto":
         special = new_tool_parser().needs_special_tokens
         return replace(params, skip_special_tokens=False) if special else params
     tools = [tool.plain() for tool in request.tools]
-    schema = forced_schema(tools, wanted, parallel=request.parallel_tool_calls)
+    schema = forced_schema(tools, tool_choice, parallel=request.parallel_tool_calls)
     return replace(params, structured_outputs=StructuredOutputs(json=json.dumps(schema)))
 
 
-def _encode(tokenizer: Tokenizer, request: ChatRequest, wanted: str, max_len: int | None) -> list[int]:
+def _encode(tokenizer: Tokenizer, request: ChatRequest, tool_choice: str, max_len: int | None) -> list[int]:
     kwargs = request.chat_template_kwargs
     for name in RESERVED & kwargs.keys():
         raise InvalidRequest(f"chat_template_kwargs: not {name}", "chat_template_kwargs")
@@ -252,7 +272,7 @@ def _encode(tokenizer: Tokenizer, request: ChatRequest, wanted: str, max_len: in
             add_special_tokens=request.add_special_tokens,
             max_len=max_len,
             # A model that is to call none is not told of them.
-            tools=None if wanted == "none" else [tool.plain() for tool in request.tools],
+            tools=None if tool_choice == "none" else [tool.plain() for tool in request.tools],
             documents=request.documents,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,

@@ -11,7 +11,7 @@ from typing import Any
 
 from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import MAX_INT
-from hex_llm.server.common.encoding import Listed
+from hex_llm.server.common.replies import Listed
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import CompletionOutput, Logprob, Logprobs, RequestOutput
 

@@ -10,16 +10,23 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hex_llm.errors import InvalidRequest
-from hex_llm.frontend.generation import Generation
+from hex_llm.config import ServerConfig
+from hex_llm.errors import InvalidRequest, UnknownModel
+from hex_llm.frontend.requests import Generation
 from hex_llm.server.common.backend import Backend
-from hex_llm.server.common.encoding import encode
-from hex_llm.server.common.stream import DONE, Job, ReplyStream, StreamDelta, event, refuse_best_of
+from hex_llm.server.common.body import shown
+from hex_llm.server.common.replies import DONE, Job, ReplyStream, StreamDelta, encode, event, refuse_best_of
 from hex_llm.server.openai.schemas import OpenAIRequest, StreamOptions
 from hex_llm.types import CompletionOutput, RequestOutput
 
 Fields = dict[str, Any]
 NULL = b"null"
+
+
+def check_model(backend: Backend, config: ServerConfig, named: str) -> None:
+    """Who names no model means the one that there is."""
+    if config.strict_model_name and named and named != backend.model_name:
+        raise UnknownModel(f"The model `{shown(named)}` does not exist.", "model")
 
 
 def head_of(backend: Backend, request: OpenAIRequest, prefix: str, kind: str) -> Fields:

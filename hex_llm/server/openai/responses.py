@@ -18,11 +18,19 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read, shaped
-from hex_llm.server.common.backend import Backend, answer, raise_failure, size_of, unless_gone
+from hex_llm.frontend.outputs import raise_failure
+from hex_llm.server.common.backend import Backend, answer, size_of
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.encoding import Listed, Whole, encode
-from hex_llm.server.common.problems import problem_of
-from hex_llm.server.common.stream import Pieces, delta_size, streamed
+from hex_llm.server.common.replies import (
+    Listed,
+    Pieces,
+    Whole,
+    delta_size,
+    encode,
+    problem_of,
+    streamed,
+    unless_gone,
+)
 from hex_llm.server.openai.chat import PreparedChat, prepare
 from hex_llm.server.openai.replies import Fields
 from hex_llm.server.openai.responses_schemas import ResponsesRequest
@@ -82,9 +90,9 @@ class ResponseStream:
                     self._growing = growing
                     ended = delta.finish_reason is not None
                     add = partial(growing.add, delta.text, talk.logprobs(delta), ended=ended)
-                    told = await shaped(delta_size(delta), add)
-                    if first or told:
-                        yield first + told
+                    events = await shaped(delta_size(delta), add)
+                    if first or events:
+                        yield first + events
                     if ended:
                         output = generation.output()
                         await growing.count(output)
@@ -250,8 +258,10 @@ class Growing:
 
 def _head(backend: Backend, request: ResponsesRequest, talk: PreparedChat) -> Fields:
     """What a response tells of its request, and of itself before it has begun."""
-    wanted = request.text.format
-    written = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_unset=True)
+    text_format = request.text.format
+    written = (
+        {"type": "text"} if text_format is None else text_format.model_dump(by_alias=True, exclude_unset=True)
+    )
     return {
         "id": f"resp_{request.request_id}" if request.request_id else new_id("resp"),
         "object": "response",

@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.server.common.body import Body, NamedSchema, Whole, parse, told
-from hex_llm.server.openai.messages import Function, joined
-from hex_llm.server.openai.schemas import ChatRequest, Effort, OpenAIRequest
+from hex_llm.server.common.body import Body, NamedSchema, Whole, fault, parse
+from hex_llm.server.openai.schemas import ChatRequest, Effort, Function, OpenAIRequest, joined
 
 Message = dict[str, Any]  # of a chat
 
-NOT_STORED = told("responses are not stored here: send the whole conversation as input")
+NOT_STORED = fault("responses are not stored here: send the whole conversation as input")
 # Of a chat, which the rest is passed on to as it is.
 NOT_OF_RESPONSES = ("best_of", "max_tokens", "n", "prompt_logprobs", "response_format", "return_token_ids")
 LOGPROBS = "message.output_text.logprobs"
@@ -33,7 +32,7 @@ class TextPart(Body):
 
 Texts = Annotated[
     str | Annotated[list[TextPart], Field(fail_fast=True)],
-    told('must be a text or a list of {"type": "input_text", "text": ...}'),
+    fault('must be a text or a list of {"type": "input_text", "text": ...}'),
 ]
 
 
@@ -131,7 +130,7 @@ class TextConfig(Body):
 
 class Reasoning(Body):
     effort: Effort | None = None
-    summary: Annotated[Literal["auto"], told("auto is the only one: none")] = "auto"
+    summary: Annotated[Literal["auto"], fault("auto is the only one: none")] = "auto"
 
 
 class FunctionTool(Function):
@@ -164,7 +163,7 @@ class ResponsesRequest(OpenAIRequest):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field([])
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunction,
-        told('must be none, auto, required or {"type": "function", "name": ...}'),
+        fault('must be none, auto, required or {"type": "function", "name": ...}'),
     ] = "auto"
     parallel_tool_calls: bool = True
     metadata: dict[str, str] = Field({})
@@ -211,10 +210,13 @@ class ResponsesRequest(OpenAIRequest):
         return messages
 
     def _format(self) -> dict[str, Any] | None:
-        wanted = self.text.format
-        if wanted is None or wanted.type != "json_schema":
-            return None if wanted is None else {"type": wanted.type}
-        return {"type": wanted.type, "json_schema": wanted.model_dump(by_alias=True, exclude={"type"})}
+        text_format = self.text.format
+        if text_format is None or text_format.type != "json_schema":
+            return None if text_format is None else {"type": text_format.type}
+        return {
+            "type": text_format.type,
+            "json_schema": text_format.model_dump(by_alias=True, exclude={"type"}),
+        }
 
     def _choice(self) -> Any:
         choice = self.tool_choice

@@ -1,24 +1,19 @@
-"""The bodies that OpenAI's routes take."""
+"""The bodies that OpenAI's routes take: completions, and chats with their messages, tools and calls.
+
+What a template makes of messages, it knows itself: here they become the plain data that templates expect.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.body import (
-    Body,
-    Texts,
-    TokenIds,
-    Whole,
-    shown,
-    told,
-)
-from hex_llm.server.common.sampling_fields import MAX_PROMPTS, Sampling
-from hex_llm.server.openai.messages import Message, NamedTool, Tool
+from hex_llm.server.common.body import MAX_PROMPTS, Body, Sampling, Texts, TokenIds, Whole, fault, shown
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PromptTexts = Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -26,8 +21,133 @@ IdLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_leng
 Prompts = Annotated[
     str | PromptTexts | TokenIds | IdLists,
     Field(union_mode="left_to_right"),
-    told(f"must be a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
+    fault(f"must be a text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
 ]
+
+
+# ---- what a chat is made of
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    str | Annotated[list[TextPart], Field(fail_fast=True)],
+    fault('must be a text or a list of {"type": "text", "text": ...}'),
+]
+
+
+class HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def joined(content: str | Sequence[HasText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str | dict[str, Any] = ""
+    parsed_arguments: Any = None  # OpenAI's client sends back what it has made of the others
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> Self:
+        """OpenAI's clients send JSON text; templates print objects."""
+        if isinstance(self.arguments, str):
+            try:
+                self.arguments = json.loads(self.arguments or "{}")
+            except (ValueError, RecursionError):
+                self.arguments = ""
+        if not isinstance(self.arguments, dict):
+            raise ValueError("arguments must be a JSON object, or one as text")
+        return self
+
+
+class ToolCall(Body):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # a stream told it
+
+    def plain(self) -> dict[str, Any]:
+        called = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": called}
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field([])
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name of the same
+    parsed: Any = None  # OpenAI's client sends back what it has made of the content
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Only an assistant need not say anything."""
+        calls = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
+        says = {"content": {"type": ["string", "array"]}}
+        schema["anyOf"] = [
+            {"properties": says, "required": ["content"]},
+            {"properties": calls, "required": ["tool_calls"]},
+        ]
+
+    @model_validator(mode="after")
+    def _fits_the_role(self) -> Self:
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content or self.reasoning):
+            raise ValueError("only an assistant calls tools and reasons")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("tool_call_id is for the role tool")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
+
+    @property
+    def text(self) -> str | None:
+        return None if self.content is None else joined(self.content)
+
+    def plain(self) -> dict[str, Any]:
+        """As templates know it. They tell a call from a text by a content that is none."""
+        optional = {
+            "name": self.name,
+            "tool_calls": [call.plain() for call in self.tool_calls],
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        return {"role": self.role, "content": self.text} | {n: v for n, v in optional.items() if v}
+
+
+class Function(Body):
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False  # a forced call keeps to its parameters in any case; others cannot be held to them
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """As templates know it."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+# ---- requests
 
 
 class StreamOptions(Body):
@@ -74,7 +194,7 @@ class ChatRequest(OpenAIRequest):
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool,
-        told('must be none, auto, required or {"type": "function", "function": {"name": ...}}'),
+        fault('must be none, auto, required or {"type": "function", "function": {"name": ...}}'),
     ] = "auto"
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
@@ -102,15 +222,15 @@ class ChatRequest(OpenAIRequest):
         sent.pop("echo", None)  # the engine's would be that of the whole prompt
         return sent
 
-    def calls_wanted(self) -> str:
+    def tool_choice_name(self) -> str:
         """none, auto, required, or the name of a tool."""
         choice = self.tool_choice
-        wanted = choice if isinstance(choice, str) else choice.function.name
+        name = choice if isinstance(choice, str) else choice.function.name
         names = [tool.function.name for tool in self.tools]
         if len({*names, "none", "auto", "required"}) < len(names) + 3:
             raise InvalidRequest("tools: names must differ, also from none, auto and required", "tools")
-        if isinstance(choice, NamedTool) and wanted not in names:
-            raise InvalidRequest(f"tool_choice: no tool has the name {shown(wanted)}", "tool_choice")
-        if wanted == "required" and not names:
+        if isinstance(choice, NamedTool) and name not in names:
+            raise InvalidRequest(f"tool_choice: no tool has the name {shown(name)}", "tool_choice")
+        if name == "required" and not names:
             raise InvalidRequest("tool_choice: there are no tools", "tool_choice")
-        return wanted if names else "none"
+        return name if names else "none"

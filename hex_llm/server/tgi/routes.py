@@ -19,18 +19,26 @@ from hex_llm import __version__
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError, InvalidRequest, QueueFull, TimedOut
 from hex_llm.frontend.beside import shaped
-from hex_llm.frontend.generation import Generation
-from hex_llm.frontend.outputs import Delta
+from hex_llm.frontend.outputs import Delta, raise_failure
+from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
-from hex_llm.server.common.backend import Backend, raise_failure, size_of, unless_gone
-from hex_llm.server.common.body import parse
+from hex_llm.server.common.backend import Backend, size_of
+from hex_llm.server.common.body import MAX_PROMPTS, parse
 from hex_llm.server.common.body_route import BodyRoute, checked
-from hex_llm.server.common.encoding import Listed, Whole
-from hex_llm.server.common.problems import error_reply, invalid_body
-from hex_llm.server.common.sampling_fields import MAX_PROMPTS
-from hex_llm.server.common.stream import Pieces, delta_size, event, streamed
+from hex_llm.server.common.replies import (
+    Listed,
+    Pieces,
+    Whole,
+    delta_size,
+    error_reply,
+    event,
+    invalid_body,
+    streamed,
+    unless_gone,
+)
+from hex_llm.server.openai.chat import chat_reply
+from hex_llm.server.openai.completions import completion_reply
 from hex_llm.server.openai.logprobs import finite
-from hex_llm.server.openai.routes import chat_reply, completion_reply
 from hex_llm.server.openai.schemas import ChatRequest, CompletionRequest
 from hex_llm.server.tgi.schemas import MAX_NEW_TOKENS, MAX_SEED, MAX_STOPS, GenerateRequest, in_their_words
 from hex_llm.text.detokenize import Detokenizer
@@ -79,7 +87,7 @@ async def in_their_shape(work: Awaitable[Response]) -> Response:
 class TgiRoute(BodyRoute):
     """A route that tells its errors as TGI does."""
 
-    told = staticmethod(problem_of)
+    problem_reply = staticmethod(problem_of)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -103,11 +111,11 @@ async def _started(
     if not request.inputs:
         raise InvalidRequest("`inputs` cannot be empty", "inputs")
     async with backend.generate(request.inputs, params) as generation:
-        num_input, wanted = len(generation.collector.request.prompt_ids), request.parameters.max_new_tokens
-        if wanted is not None and num_input + wanted > backend.max_len:
+        num_input, num_new = len(generation.collector.request.prompt_ids), request.parameters.max_new_tokens
+        if num_new is not None and num_input + num_new > backend.max_len:
             raise InvalidRequest(
                 f"`inputs` tokens + `max_new_tokens` must be <= {backend.max_len}. "
-                f"Given: {num_input} `inputs` tokens and {wanted} `max_new_tokens`",
+                f"Given: {num_input} `inputs` tokens and {num_new} `max_new_tokens`",
                 "max_new_tokens",
             )
         yield generation, tokenizer
@@ -163,8 +171,8 @@ def _best_first(choices: list[CompletionOutput]) -> list[CompletionOutput]:
 
 
 def _text(request: GenerateRequest, choice: CompletionOutput, full: bool) -> str:
-    wanted = request.parameters.return_full_text
-    return (request.inputs if (full if wanted is None else wanted) else "") + choice.text
+    return_full = request.parameters.return_full_text
+    return (request.inputs if (full if return_full is None else return_full) else "") + choice.text
 
 
 def _headers(
@@ -231,14 +239,14 @@ class _Describer:
 
     def choice(self, choice: CompletionOutput) -> Json:
         assert choice.logprobs is not None
-        told: Json = {
+        details: Json = {
             **self.end(choice),
             "prefill": Listed(self.prefill()),
             "tokens": Listed(self.tokens(choice.token_ids, choice.logprobs)),
         }
         if self.num_top:
-            told["top_tokens"] = Listed(map(self.likeliest, choice.logprobs))
-        return told
+            details["top_tokens"] = Listed(map(self.likeliest, choice.logprobs))
+        return details
 
     def tokens(self, token_ids: list[int], logprobs: list[Logprobs]) -> Iterator[Json]:
         text_of, last = self.texts(), len(token_ids) - 1
@@ -274,8 +282,8 @@ async def events(backend: Backend, request: GenerateRequest, *, full: bool = Fal
             end = NOT_ENDED
             if delta.finish_reason is not None:
                 end = _end(describe, request, generation.output(), full)
-            told = partial(_told, describe, text_of, delta, index, end)
-            if piece := await shaped(delta_size(delta), told):
+            work = partial(_told, describe, text_of, delta, index, end)
+            if piece := await shaped(delta_size(delta), work):
                 yield piece
             index += len(delta.token_ids)
 

@@ -9,8 +9,7 @@ from pydantic import Field
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, StructuredOutputs
-from hex_llm.server.common.body import Body, NamedSchema, Texts, Whole, json_text, parse
-from hex_llm.server.common.sampling_fields import describe_limits
+from hex_llm.server.common.body import Body, NamedSchema, Texts, Whole, describe_limits, json_text, parse
 
 MAX_STOPS = 4
 MAX_NEW_TOKENS = 100  # where a request does not say
@@ -28,7 +27,7 @@ class Grammar(Body):
     type: Literal["json", "json_object", "regex", "json_schema"]
     value: Any
 
-    def wanted(self) -> StructuredOutputs:
+    def constraint(self) -> StructuredOutputs:
         if self.type == "json_schema":
             return StructuredOutputs(json=json_text(parse(NamedSchema, self.value, "grammar.value.").schema_))
         if self.type == "regex":
@@ -84,7 +83,7 @@ class Parameters(Body):
             for ours in ("repetition_penalty", "frequency_penalty", "top_k", "top_p", "typical_p")
             if (value := getattr(self, ours)) is not None
         }
-        told = self.details or self.decoder_input_details or streamed or self.best_of > 1
+        with_logprobs = self.details or self.decoder_input_details or streamed or self.best_of > 1
         return SamplingParams(
             **given,
             n=self.best_of,
@@ -93,10 +92,10 @@ class Parameters(Body):
             max_tokens=self.max_new_tokens or max_tokens,
             stop=tuple(self.stop),
             include_stop_str_in_output=True,  # TGI leaves them there
-            logprobs=self.top_n_tokens if told else None,
+            logprobs=self.top_n_tokens if with_logprobs else None,
             prompt_logprobs=0 if self.decoder_input_details else None,
             truncate_prompt_tokens=self.truncate,
-            structured_outputs=None if self.grammar is None else self.grammar.wanted(),
+            structured_outputs=None if self.grammar is None else self.grammar.constraint(),
         )
 
     def _temperature(self) -> float:

@@ -10,84 +10,43 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from hex_llm.config import ServerConfig
-from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import shaped
 from hex_llm.frontend.outputs import Delta
-from hex_llm.server.common.backend import Backend, answer, size_of, together, unless_gone
-from hex_llm.server.common.body import Kind, not_built, parse, shown
+from hex_llm.server.common.backend import Backend, answer, size_of, together
 from hex_llm.server.common.body_route import BodyRoute, checked
-from hex_llm.server.common.encoding import Whole, encode
-from hex_llm.server.common.problems import problem_of
-from hex_llm.server.common.sampling_fields import MAX_PROMPTS
-from hex_llm.server.common.stream import Job, ReplyStream, StreamDelta, refuse_best_of, streamed
+from hex_llm.server.common.replies import (
+    Job,
+    ReplyStream,
+    StreamDelta,
+    Whole,
+    encode,
+    problem_of,
+    refuse_best_of,
+    streamed,
+    unless_gone,
+)
 from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.chat import chat, stream_chat
 from hex_llm.server.openai.schemas import ChatRequest
 from hex_llm.server.tgi import routes as tgi
 from hex_llm.server.tgi import schemas as tgi_schemas
-from hex_llm.server.vertex.schemas import GenerateRequest
+from hex_llm.server.vertex.schemas import (
+    Chats,
+    GenerateRequest,
+    Prompts,
+    TgiBody,
+    TgiInstances,
+    prediction_of,
+)
 from hex_llm.types import CompletionOutput, RequestOutput
-
-MARK = "@requestFormat"  # its one value makes an instance a chat completion
-ALIASES = {
-    "maxDecodeSteps": "max_tokens",
-    "maxOutputTokens": "max_tokens",
-    "topK": "top_k",
-    "topP": "top_p",
-}
-
-
-def flat(instance: Any, where: str) -> dict[str, Any]:
-    """The fields of an instance and of its `parameters`, under the names that they have here."""
-    own = dict(_object(instance, where))
-    nested = _object_or_null(own.pop("parameters", None), "parameters")
-    fields: dict[str, Any] = {}
-    for written, value in (*own.items(), *nested.items()):
-        name = ALIASES.get(written, written)
-        if name in fields:
-            raise InvalidRequest(f"{where}: {shown(name)} is given twice", shown(name))
-        fields[name] = value
-    return fields
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{where}: must be an object", where)
-    return value
-
-
-def _object_or_null(value: Any, where: str) -> dict[str, Any]:
-    return {} if value is None else _object(value, where)
-
-
-def instances_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every instance's fields; its own count before those that all share."""
-    if "instances" not in body:
-        return [flat(body, "body")]
-    for name in body:
-        if name not in ("instances", "parameters", MARK):
-            raise InvalidRequest(f"{shown(name)}: {not_built(name)}", shown(name))
-    instances = body["instances"]
-    if not isinstance(instances, list) or not 1 <= len(instances) <= MAX_PROMPTS:
-        raise InvalidRequest(f"instances: must be a list of 1 to {MAX_PROMPTS} objects", "instances")
-    shared = flat(_object_or_null(body.get("parameters"), "parameters"), "parameters")
-    shared |= {name: body[name] for name in (MARK,) if name in body}
-    return [shared | flat(instance, f"instances.{i}") for i, instance in enumerate(instances)]
-
-
-def is_chat(instances: Sequence[dict[str, Any]]) -> bool:
-    """Takes the mark out of the instances; all of them must bear it, or none."""
-    marks = [instance.pop(MARK, None) for instance in instances]
-    if any(mark not in (None, "chatCompletions") for mark in marks) or len(set(marks)) > 1:
-        raise InvalidRequest(f"{MARK}: only chatCompletions is known, for all instances or for none", MARK)
-    return marks[0] is not None
 
 
 def prediction(
@@ -103,24 +62,16 @@ def prediction(
     return f"Prompt:\n{prompt.strip()}\nOutput:\n{output}"
 
 
-def parse_all(kind: type[Kind], instances: Sequence[dict[str, Any]]) -> list[Kind]:
-    several = len(instances) > 1
-    return [
-        parse(kind, instance, f"instances.{i}." if several else "") for i, instance in enumerate(instances)
-    ]
-
-
 async def chats(
-    backend: Backend, config: ServerConfig, requests: Sequence[ChatRequest], *, wrapped: bool
+    backend: Backend, config: ServerConfig, requests: Sequence[ChatRequest], is_wrapped: bool
 ) -> Whole:
-    """`wrapped`: they came as instances, so predictions are expected."""
     backend.check_room(sum(request.params().num_choices for request in requests))
     replies = await together(chat(backend, request, config) for request in requests)
 
     def make() -> Any:
         made = [reply.make() for reply in replies]
         # One chat is answered by an object, not by a list of one: so do Google's clients read it.
-        return {"predictions": made[0] if len(made) == 1 else made} if wrapped else made[0]
+        return {"predictions": made[0] if len(made) == 1 else made} if is_wrapped else made[0]
 
     return Whole(sum(reply.size for reply in replies), make)
 
@@ -157,45 +108,21 @@ def _reply(
 
 
 def _sum(choice: CompletionOutput) -> float | None:
-    known = choice.cumulative_logprob
-    return known if known is not None and math.isfinite(known) else None
+    logprob = choice.cumulative_logprob
+    return logprob if logprob is not None and math.isfinite(logprob) else None
 
 
 def _logprobs(
     backend: Backend, request: GenerateRequest, output: RequestOutput, choice: CompletionOutput
 ) -> dict[str, Any] | None:
     """Those that a raw response takes for its sum were not asked for."""
+    if request.logprobs is None:
+        return None
     skip = request.skip_special_tokens is not False
-    asked = request.logprobs is not None
-    return logprobs.of_completion(backend.tokenizer, output, choice, skip_special=skip) if asked else None
+    return logprobs.of_completion(backend.tokenizer, output, choice, skip_special=skip)
 
 
 # ---- instances of TGI's kind
-
-
-def is_tgi(instance: dict[str, Any]) -> bool:
-    return "inputs" in instance or ("messages" in instance and MARK not in instance)
-
-
-def tgi_text(
-    backend: Backend, config: ServerConfig, instance: dict[str, Any], where: str
-) -> tuple[int, Coroutine[Any, Any, str]]:
-    """Its sequences, and what its prediction will be. Unlike TGI's own route, it keeps all parameters."""
-    for name in ("details", "decoder_input_details", "top_n_tokens", "stream"):
-        if instance.get(name):
-            raise InvalidRequest(f"{where}{name}: a prediction is a text and nothing else", name)
-    if "messages" in instance:
-        talk = parse(ChatRequest, instance, where)
-        return talk.params().num_choices, _chat_text(backend, config, talk)
-    values = {name: value for name, value in instance.items() if name not in ("inputs", "stream")}
-    if "max_tokens" in values:  # so Google's samples for TGI's container call it
-        if "max_new_tokens" in values:
-            raise InvalidRequest(f"{where}max_new_tokens is given twice", "max_new_tokens")
-        values["max_new_tokens"] = values.pop("max_tokens")
-    parameters = parse(tgi_schemas.Parameters, {"do_sample": True, **values}, where)
-    inputs = instance.get("inputs")
-    request = parse(tgi_schemas.GenerateRequest, {"inputs": inputs, "parameters": parameters}, where)
-    return request.parameters.params(max_tokens=None).num_choices, _generated_text(backend, request)
 
 
 async def _generated_text(backend: Backend, request: tgi_schemas.GenerateRequest) -> str:
@@ -210,36 +137,16 @@ async def _chat_text(backend: Backend, config: ServerConfig, request: ChatReques
     return json.dumps(message["tool_calls"]) if text is None else text
 
 
-async def predict_as_tgi(
-    backend: Backend, config: ServerConfig, instances: Sequence[dict[str, Any]]
-) -> Whole:
-    several = len(instances) > 1
-    jobs: list[Coroutine[Any, Any, str]] = []
-    num_sequences = 0
-    try:
-        for i, instance in enumerate(instances):
-            num, job = tgi_text(backend, config, instance, f"instances.{i}." if several else "")
-            num_sequences += num
-            jobs.append(job)
-        backend.check_room(num_sequences)
-    except HexError:
-        for job in jobs:
-            job.close()
-        raise
-    texts = await together(jobs)
+async def predict_as_tgi(backend: Backend, config: ServerConfig, instances: TgiInstances) -> Whole:
+    backend.check_room(instances.num_sequences)
+    texts = await together(
+        _chat_text(backend, config, one) if isinstance(one, ChatRequest) else _generated_text(backend, one)
+        for one in instances.requests
+    )
     return Whole(0, lambda: {"predictions": texts})
 
 
 # ---- streams
-
-
-def wants_stream(instances: Sequence[dict[str, Any]]) -> bool:
-    wanted = [instance.get("stream") for instance in instances]
-    if not all(value is None or isinstance(value, bool) for value in wanted):
-        raise InvalidRequest("stream: must be true or false", "stream")
-    if any(wanted) and len(wanted) > 1:
-        raise InvalidRequest("stream: only one instance can be streamed", "stream")
-    return bool(wanted[0])
 
 
 def pieces(backend: Backend, request: GenerateRequest) -> ReplyStream:
@@ -259,7 +166,7 @@ def pieces(backend: Backend, request: GenerateRequest) -> ReplyStream:
         if request.raw_response:
             sums[delta.index] += _logprob(delta)
             piece["output_token_counts"] = _at(delta.index, len(delta.token_ids), 0, params.n)
-            piece["cumulative_logprobs"] = [known if math.isfinite(known) else None for known in sums]
+            piece["cumulative_logprobs"] = [one if math.isfinite(one) else None for one in sums]
         return encode(piece) + b"\0"
 
     return ReplyStream(backend, [Job(request.prompt, params, request.priority, request.cache_salt)], render)
@@ -278,26 +185,21 @@ def _logprob(delta: Delta) -> float:
 
 
 async def respond(backend: Backend, config: ServerConfig, request: Request, body: dict[str, Any]) -> Response:
-    wrapped = "instances" in body
-    if "inputs" in body and not wrapped and not body.keys() & {"prompt", MARK}:
-        return await tgi.in_their_shape(tgi.respond(backend, request, body))
-    instances = instances_of(body)
-    if wrapped and any(map(is_tgi, instances)):
-        return await unless_gone(request, predict_as_tgi(backend, config, instances))
-    is_stream = wants_stream(instances)
-    if is_chat(instances):
-        talks = await checked(request, partial(parse_all, ChatRequest, instances))
-        if is_stream:
-            return await streamed(request, await stream_chat(backend, talks[0], config, usage_at_end=True))
-        return await unless_gone(request, chats(backend, config, talks, wrapped=wrapped))
-    for instance in instances:
-        instance.pop("stream", None)
-    requests = await checked(request, partial(parse_all, GenerateRequest, instances))
-    if is_stream:
-        pieces_of_it = pieces(backend, requests[0])
-        return await streamed(request, pieces_of_it, broken=broken_piece, media_type="text/plain")
-    raw = config.predict_output_format == "raw"
-    return await unless_gone(request, generate(backend, requests, raw=raw))
+    match await checked(request, partial(prediction_of, body)):
+        case TgiBody(tgi_body):
+            return await tgi.in_their_shape(tgi.respond(backend, request, tgi_body))
+        case TgiInstances() as instances:
+            return await unless_gone(request, predict_as_tgi(backend, config, instances))
+        case Chats([first, *_], is_stream=True):
+            return await streamed(request, await stream_chat(backend, first, config, usage_at_end=True))
+        case Chats(requests, _, is_wrapped):
+            return await unless_gone(request, chats(backend, config, requests, is_wrapped))
+        case Prompts([first, *_], is_stream=True):
+            reply = pieces(backend, first)
+            return await streamed(request, reply, broken=broken_piece, media_type="text/plain")
+        case Prompts(requests):
+            raw = config.predict_output_format == "raw"
+            return await unless_gone(request, generate(backend, requests, raw=raw))
 
 
 def broken_piece(error: Exception) -> bytes:

@@ -1,6 +1,6 @@
-"""OpenAI's routes: /v1/completions, /v1/chat/completions and /v1/models.
+"""OpenAI's /v1/completions and /v1/models.
 
-Here completions are made; chats are in chat.py. A request's fields become sampling parameters, and an output
+A request's fields become sampling parameters, and an output
 becomes a reply; the rest is the backend's.
 """
 
@@ -18,14 +18,21 @@ from hex_llm.config import ServerConfig
 from hex_llm.frontend.beside import read
 from hex_llm.frontend.outputs import Named
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.backend import Backend, answer, check_model, size_of, together, unless_gone
+from hex_llm.server.common.backend import Backend, answer, size_of, together
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.encoding import Listed, Whole, encode
-from hex_llm.server.common.stream import Job, ReplyStream, StreamDelta, streamed
+from hex_llm.server.common.replies import (
+    Job,
+    Listed,
+    ReplyStream,
+    StreamDelta,
+    Whole,
+    encode,
+    streamed,
+    unless_gone,
+)
 from hex_llm.server.openai import logprobs
-from hex_llm.server.openai.chat import DEFAULTS, chat, check_parsers, stream_chat
-from hex_llm.server.openai.replies import Fields, chunks, end_of, head_of, whole
-from hex_llm.server.openai.schemas import ChatRequest, CompletionRequest
+from hex_llm.server.openai.replies import Fields, check_model, chunks, end_of, head_of, whole
+from hex_llm.server.openai.schemas import CompletionRequest
 from hex_llm.types import CompletionOutput, Logprobs, RequestOutput
 
 KIND = ("cmpl", "text_completion")
@@ -151,7 +158,7 @@ class GrowingText:
 
 
 async def completion_reply(
-    backend: Backend, request: Request, body: CompletionRequest, config: ServerConfig = DEFAULTS
+    backend: Backend, request: Request, body: CompletionRequest, config: ServerConfig
 ) -> Response:
     check_model(backend, config, body.model)
     if body.stream:
@@ -159,27 +166,13 @@ async def completion_reply(
     return await unless_gone(request, complete(backend, body))
 
 
-async def chat_reply(
-    backend: Backend, request: Request, body: ChatRequest, config: ServerConfig = DEFAULTS
-) -> Response:
-    if body.stream:
-        return await streamed(request, await stream_chat(backend, body, config))
-    return await unless_gone(request, chat(backend, body, config))
-
-
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
-    """Raises ConfigError for a parser that is not known."""
-    check_parsers(config)
     router = APIRouter(prefix="/v1", route_class=BodyRoute)
     started = int(time.time())
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await completion_reply(backend, request, body, config)
-
-    @router.post("/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await chat_reply(backend, request, body, config)
 
     @router.get("/models")
     async def models() -> dict[str, Any]:

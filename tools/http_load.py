@@ -24,18 +24,18 @@ from typing import Any
 import httpx
 
 from hex_llm.types import Request, Update
-from tests.server.fakes import FakeEngine
+from tools.fake_engine import FakeEngine
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 SERVER = """
 import cProfile, time
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.frontend import client
 from hex_llm.launch import local
-from tests.server.fakes import byte_tokenizer, fake_worker
+from tools.fake_engine import byte_tokenizer, fake_worker
 
 client.tokenizer_of = lambda config: byte_tokenizer()
-load = "__import__('tests.server.load', fromlist='x').PacedEngine({pace_s!r}, Path({journal!r}))"
+load = "__import__('tools.http_load', fromlist='x').PacedEngine({pace_s!r}, Path({journal!r}))"
 local.EngineClient = lambda config, name: client.EngineClient(config, name, fake_worker(load))
 serve = lambda: local.serve(EngineConfig(), ServerConfig(host="127.0.0.1", port=0))
 if profile := {profile!r}:

@@ -1,6 +1,9 @@
-"""Replies that are sent while they are made, whatever they say: server-sent events, or other pieces.
+"""Replies of every dialect: JSON, errors, and streams of server-sent events or other pieces.
 
-A reply begins when its first piece is there: what fails before that is a plain HTTP error. Once begun it
+A large reply is made and encoded beside the event loop. Nothing else runs in the process while one value is
+encoded, so no call encodes more than some hundred items.
+
+A stream begins when its first piece is there: what fails before that is a plain HTTP error. Once begun it
 always ends with a terminal piece, its own or the one that tells what broke it. A client that goes away closes
 what makes the pieces, at once, and that aborts its requests. Not known here: what is in a piece.
 """
@@ -9,41 +12,133 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull, TimedOut, UnknownModel
 from hex_llm.frontend.beside import shaped
-from hex_llm.frontend.generation import Generation
-from hex_llm.frontend.outputs import Delta
+from hex_llm.frontend.outputs import Delta, raise_failure
+from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import MAX_LOGPROBS, SamplingParams
-from hex_llm.server.common.backend import Backend, client_leaves, raise_failure
-from hex_llm.server.common.encoding import encode
-from hex_llm.server.common.problems import problem_of
+from hex_llm.server.common.backend import Backend
+from hex_llm.server.common.body import invalid
 
 log = logging.getLogger(__name__)
 
 Pieces = AsyncGenerator[bytes, None]
-# Sends what the function makes, if that can be done without waiting; otherwise the function is not called.
-SendNow = Callable[[Callable[[], bytes]], bool]
 EVENTS = "text/event-stream"
-INLINE_WRITER = "hex_llm.outlet"  # of a scope: its connection's own InlineWriter, if it has one
+INLINE_WRITER = "hex_llm.inline_writer"  # of a scope: its connection's own InlineWriter, if it has one
 DONE = b"data: [DONE]\n\n"
 # Proxies must pass on each piece as it comes; the second is for nginx.
 HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
+AT_A_TIME = 256  # items
+BLOCK = 256 << 10  # bytes of a body that are sent at a time
+RETRY_AFTER_S = "5"
+ERROR_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    413: {"Connection": "close"},
+    429: {"Retry-After": RETRY_AFTER_S},
+    503: {"Retry-After": RETRY_AFTER_S},
+}
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-class InlineWriter(NamedTuple):
-    """Where the pieces of a reply go, once its head is sent."""
+# ---- JSON
 
-    send: Callable[[bytes], Awaitable[None]]
-    send_now: SendNow | None
+
+class Listed:
+    """A list that may be long; of a generator, one that can be encoded once."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = items
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    if not isinstance(value, Listed):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    items, pieces = iter(value.items), []
+    while batch := list(islice(items, AT_A_TIME)):
+        pieces.append(encode(batch)[1:-1])
+    return msgspec.Raw(b"[%b]" % b",".join(pieces))
+
+
+encode = msgspec.json.Encoder(enc_hook=_raw).encode
+
+
+class Whole(NamedTuple):
+    """A reply that is still to be made: of how many tokens and log-probabilities, and how."""
+
+    size: int
+    make: Callable[[], Any]
+
+
+async def reply_of(whole: Whole) -> Response:
+    return Encoded(await shaped(whole.size, lambda: encode(whole.make())))
+
+
+class Encoded(Response):
+    """JSON. A large body is sent as its client takes it."""
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= BLOCK:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), BLOCK):
+            block = self.body[start : start + BLOCK]
+            await send({"type": "http.response.body", "body": block, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+# ---- what a client is told when something goes wrong: OpenAI's error object, and the HTTP status
+
+
+class Problem(NamedTuple):
+    status: int
+    message: str
+    param: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def invalid_body(error: RequestValidationError) -> InvalidRequest:
+    """The first step of FastAPI's path to a field is always "body"."""
+    return invalid([{**one, "loc": one["loc"][1:]} for one in error.errors()[:1]])
+
+
+def problem_of(error: Exception) -> Problem:
+    """An error that is none of ours tells clients nothing."""
+    if isinstance(error, InvalidRequest):
+        return Problem(404 if isinstance(error, UnknownModel) else 400, str(error), error.param)
+    if isinstance(error, HexError):
+        return Problem({QueueFull: 429, EngineStopped: 503, TimedOut: 504}.get(type(error), 500), str(error))
+    return Problem(500, "internal error; the server's log tells more")
+
+
+def error(status: int, message: str, param: str | None = None) -> JSONResponse:
+    return error_reply(status, Problem(status, message, param).body())
+
+
+def error_reply(status: int, body: dict[str, Any]) -> JSONResponse:
+    """In whatever shape a dialect gives the body."""
+    return JSONResponse(body, status, ERROR_HEADERS.get(status))
+
+
+# ---- streams
 
 
 def event(data: Any) -> bytes:
@@ -53,6 +148,28 @@ def event(data: Any) -> bytes:
 def openai_end(error: Exception) -> bytes:
     """The end of OpenAI's streams that break."""
     return event(problem_of(error).body()) + DONE
+
+
+class InlineWriter(Protocol):
+    """Where the pieces of a reply go, once its head is sent."""
+
+    async def send(self, piece: bytes) -> None: ...
+
+    def send_now(self, make: Callable[[], bytes]) -> bool:
+        """Sends what the function makes, if that can be done without waiting; else it is not called."""
+
+
+class AsgiWriter:
+    """For connections that have none of their own."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def send(self, piece: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    def send_now(self, make: Callable[[], bytes]) -> bool:
+        return False
 
 
 # ---- what the engine says
@@ -94,12 +211,12 @@ class ReplyStream:
     async def aclose(self) -> None:
         await self._pieces.aclose()
 
-    def use_fast_path(self, send_now: SendNow) -> None:
+    def use_fast_path(self, writer: InlineWriter) -> None:
         """For who iterates and does nothing but send: pieces may be sent past him while he waits for them.
 
         This is done for each token of most streams: no task wakes up."""
         if self._generation is not None:
-            self._generation.write_inline = partial(send_now, partial(self._said, self._generation))
+            self._generation.write_inline = partial(writer.send_now, partial(self._said, self._generation))
 
     async def _made(self, backend: Backend, jobs: Sequence[Job]) -> Pieces:
         async with AsyncExitStack() as stack:
@@ -177,6 +294,23 @@ async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[StreamDel
 # ---- what the client gets
 
 
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Whole]) -> Response:
+    """The work's result as a reply. If the client leaves first, the work is cancelled."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(client_leaves(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        # Nobody reads the 499; nginx gives this case the same number.
+        return await reply_of(task.result()) if task.done() else Response(status_code=499)
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def client_leaves(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def streamed(
     request: Request,
     pieces: Pieces | ReplyStream,
@@ -222,8 +356,8 @@ class _Streamed(Response):
         self.gone = gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outlet = scope.get(INLINE_WRITER) or InlineWriter(partial(_send_piece, send), None)
-        sending = asyncio.ensure_future(self._send(send, *outlet))
+        writer = scope.get(INLINE_WRITER) or AsgiWriter(send)
+        sending = asyncio.ensure_future(self._send(send, writer))
         try:
             await asyncio.wait((sending, self.gone), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -232,24 +366,18 @@ class _Streamed(Response):
             sending.cancel()
             self.gone.cancel()
 
-    async def _send(
-        self, send: Send, send_piece: Callable[[bytes], Awaitable[None]], send_now: SendNow | None
-    ) -> None:
+    async def _send(self, send: Send, writer: InlineWriter) -> None:
         async with aclosing(self.pieces):
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            await send_piece(self.first)
-            if isinstance(self.pieces, ReplyStream) and send_now is not None:
-                self.pieces.use_fast_path(send_now)
+            await writer.send(self.first)
+            if isinstance(self.pieces, ReplyStream):
+                self.pieces.use_fast_path(writer)
             try:
                 async for piece in self.pieces:
-                    await send_piece(piece)
+                    await writer.send(piece)
             except Exception as error:
                 if not isinstance(error, HexError):
                     log.exception("a stream broke")
-                await send_piece(self.broken(error))
+                await writer.send(self.broken(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_piece(send: Send, piece: bytes) -> None:
-    await send({"type": "http.response.body", "body": piece, "more_body": True})

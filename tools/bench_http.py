@@ -1,6 +1,6 @@
 """What the HTTP server costs for each token that it streams: its processor time, and the delay that it adds.
 
-Run by `python -m tests.server.bench_http` from the root. Real processes: the server, a stand-in engine at a
+Run by `python -m tools.bench_http` from the root. Real processes: the server, a stand-in engine at a
 given pace, and the clients, which share the machine. The delay is from the end of an engine's step to a
 client's having read the token; the engine gives all streams a token at once, so it counts the wait for the
 others'.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.server.load import Stream, allow_files, idle_connections, loaded_server, make_streams, read_all
+from tools.http_load import Stream, allow_files, idle_connections, loaded_server, make_streams, read_all
 
 
 def delays(streams: list[Stream], journal: Path) -> list[float]:
