@@ -1,18 +1,29 @@
-"""Engine: a book of requests and who steps it. Knows token ids, not text; one thread calls it."""
+"""Engine: a book of requests, and who steps it. Knows token ids, not text; one thread calls it."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
+import numpy as np
 
 from hex_llm.admission import Limits
 from hex_llm.config import EngineConfig
-from hex_llm.engine.book import RequestBook
-from hex_llm.engine.stepper import Stepper
-from hex_llm.execution.runner import Runner
+from hex_llm.engine.book import Choice, RequestBook
+from hex_llm.execution.batch import Ints
+from hex_llm.execution.flops import Work
+from hex_llm.execution.results import unpack_logprobs
+from hex_llm.execution.runner import CompiledLate, InFlight, Runner
 from hex_llm.ipc.stats import Stats
 from hex_llm.models.spec import ModelSpec
+from hex_llm.scheduling.blocks import BlockPool
+from hex_llm.scheduling.scheduler import Scheduler, StepLimits
+from hex_llm.scheduling.sequence import Sequence
 from hex_llm.text.grammar import GrammarFactory
-from hex_llm.types import Request, Update
+from hex_llm.types import Request, StepPlan, Update
 
 
 class Engine:
@@ -95,3 +106,135 @@ class Engine:
         """A part of these that takes no time to speak of, for an engine that has nothing to do."""
         self.book.check_idle()
         self.stepper.scheduler.check_idle()
+
+
+class Stepper:
+    """Steps one runner: schedules, writes slots, sends off, reads, and tells a book of requests what came.
+
+    Steps overlap: one is sent off before the one before it is read (--async_scheduling).
+    """
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, runner: Runner, num_blocks: int) -> None:
+        self.config, self.runner = config, runner
+        pool = BlockPool(num_blocks, config.block_size, str(runner.dtype))
+        self.scheduler = Scheduler(pool, StepLimits.of(config, spec.max_len))
+        self.num_steps = 0
+        self._in_flight: deque[tuple[InFlight, list[Sequence]]] = deque()
+        self._work, self._num_flops, self._num_padding = Work.of(spec), 0.0, 0
+        self._step = Stats()  # what the present step has noted so far
+
+    def step(self, book: RequestBook) -> bool:
+        """Sends the next step off and reads the one before it; False: there was nothing to do."""
+        self._step = Stats()
+        with self._timed("schedule_s"), self.runner.recorder.phase("schedule"):
+            plan, sequences = self.scheduler.schedule()
+        if sequences:
+            self._send_off(book, plan, sequences)
+        if len(self._in_flight) > (self.config.async_scheduling if sequences else 0):
+            self.read_next(book)
+            return True
+        return bool(sequences)
+
+    @property
+    def is_in_flight(self) -> bool:
+        """A step was sent off and not read yet."""
+        return bool(self._in_flight)
+
+    def read_next(self, book: RequestBook) -> None:
+        """Waits for the oldest step in flight and tells the book what it brought."""
+        step, sequences = self._in_flight.popleft()
+        with self._timed("wait_s"):
+            chosen = self.runner.read(step)
+        with self.runner.recorder.phase("tell"):
+            self._keep_prompt_logprobs(book, step, sequences)
+            for row, token_ids in self.scheduler.collect(step.plan, sequences, chosen.token_ids):
+                num_top = sequences[row].params.logprobs
+                logprobs = [] if num_top is None else chosen.logprobs(row, len(token_ids), num_top)
+                book.tell(sequences[row], token_ids, logprobs)
+
+    @property
+    def stats(self) -> Stats:
+        """After the last step."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return msgspec.structs.replace(
+            self._step,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_blocks=pool.num_usable,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
+            num_preemptions=scheduler.num_preemptions,
+            num_late_compiles=self.runner.num_late_compiles,
+            num_padding=self._num_padding,
+            num_flops=self._num_flops / self.config.tensor_parallel_size,
+        )
+
+    def _send_off(self, book: RequestBook, plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Who fails on the way is taken out of the step: it would compute from what its slot held before."""
+        try:
+            with self._timed("dispatch_s"):
+                self._write_slots(book, plan, sequences)
+                plan, sequences = self.scheduler.drop_ended(plan, sequences)
+                if not sequences:
+                    return
+                assert all(sequence.slot_is_written for sequence in sequences)
+                sent = self.runner.dispatch(plan)
+            self._in_flight.append((sent, sequences))
+            self.num_steps += 1
+            self._step.num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
+            self._num_padding += sent.shape.num_tokens - self._step.num_tokens
+            self._num_flops += self._work.in_step(plan.chunks)
+        except CompiledLate as error:
+            for sequence in sequences:
+                book.fail(sequence, error)
+            self.scheduler.drop_ended(plan, sequences)
+
+    def _write_slots(self, book: RequestBook, plan: StepPlan, sequences: list[Sequence]) -> None:
+        """What the devices are told about sequences."""
+        records: list[tuple[int, Ints]] = []
+        words: list[tuple[int, Ints]] = []
+        for chunk, sequence in zip(plan.chunks, sequences, strict=True):
+            choice = book.choice_of(sequence)
+            assert choice is not None, "who has ended is in no new step"
+            with book.failing(sequence):
+                if not sequence.slot_is_written:
+                    if (waited_s := book.note_begin(sequence)) is not None:
+                        self._step.waited.append((sequence.request_id, waited_s))
+                    records.append((chunk.slot, self._record(choice)))
+                    sequence.slot_is_written = True
+                elif chunk.samples and choice.constraint.is_needed:
+                    changed = choice.constraint.changed_words(sequence.token_ids, chunk.end)
+                    if changed is not None:
+                        words.append((chunk.slot, changed))
+        self.runner.write_slots(records)
+        self.runner.write_allowed(words)
+
+    def _record(self, choice: Choice) -> Ints:
+        sequence, constraint = choice.sequence, choice.constraint
+        allowed = constraint.words(sequence.token_ids, sequence.length) if constraint.is_needed else None
+        num_prompt = len(sequence.prompt_ids)
+        return self.runner.layout.record(
+            sequence.params, choice.seed, num_prompt, sequence.token_ids, allowed
+        )
+
+    def _keep_prompt_logprobs(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
+        for row in range(len(step.plan.decodes), len(sequences)):
+            sequence, chunk = sequences[row], step.plan.chunks[row]
+            num_top, prompt = sequence.params.prompt_logprobs, sequence.prompt_ids
+            # Only one choice tells them, and not again when it is computed anew after a preemption.
+            if num_top is None or sequence.index > 0 or len(sequence.token_ids) > len(prompt):
+                continue
+            if (choice := book.choice_of(sequence)) is not None:
+                following = np.array(prompt[chunk.position + 1 : chunk.end + 1], np.int32)
+                rows = self.runner.prompt_logprobs(step, row, following)
+                choice.prompt_logprobs[chunk.position :] = unpack_logprobs(rows, num_top)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self._step, name, time.perf_counter() - started)

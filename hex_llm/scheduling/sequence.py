@@ -130,16 +130,16 @@ class Sequence:
         """
         assert len(token_ids) == 1 or self.num_unread == 1, "a later step was sent off for its second token"
         self.num_unread -= 1
-        reason, taken = None, list[int]()
+        start, reason = len(self.token_ids), None
         for token_id in token_ids:
-            taken.append(token_id)
+            self.token_ids.append(token_id)
             if token_id in self.stop_ids:
                 reason = FinishReason.STOP
-            elif len(self.token_ids) + len(taken) >= self.max_len:
+            elif len(self.token_ids) >= self.max_len:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 break
-        self.token_ids += taken
+        taken = self.token_ids[start:]
         self.num_computed += len(taken) - 1
         self.num_written += len(taken) - 1
         return taken, reason

@@ -31,8 +31,8 @@ hex_llm.engine.engine:Engine.add
 hex_llm.engine.book:RequestBook._begin
 hex_llm.engine.engine:Engine.step
 hex_llm.engine.engine:Engine.stats
-hex_llm.engine.stepper:Stepper._write_slots
-hex_llm.engine.stepper:Stepper._record
+hex_llm.engine.engine:Stepper._write_slots
+hex_llm.engine.engine:Stepper._record
 hex_llm.engine.book:RequestBook.tell
 hex_llm.engine.book:RequestBook._follow
 hex_llm.scheduling.scheduler:Scheduler.schedule
