@@ -2,8 +2,10 @@
 
 python -m tools.crossing [--all]    # with the embedded default model, on this machine
 
-A file is crossed if a function of it runs while the chat is served, and none while the server is idle: what
-beats, watches and waits all the time is no part of the way. `--all` names the functions too.
+A file is touched if a function of it runs while the chat is served, and none while the server is idle: what
+beats, watches and waits all the time is no part of the way. It is crossed if it also calls another one: the
+way goes on there. The others are leaves, which a reader need not open to follow it. What the devices run was
+traced and compiled before, so the decoder is not seen here. `--all` names the functions too.
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ folder, root, phases = os.environ["HEX_LLM_CROSSING"], os.environ["HEX_LLM_ROOT"
 def called(frame, event, _):
     if phases and event == "call" and frame.f_code.co_filename.startswith(root):
         phases[-1].setdefault((frame.f_code.co_filename, frame.f_code.co_qualname), time.monotonic())
+        caller = frame.f_back
+        while caller is not None and not caller.f_code.co_filename.startswith(root):
+            caller = caller.f_back
+        if caller is not None and caller.f_code.co_filename != frame.f_code.co_filename:
+            phases[-1].setdefault((caller.f_code.co_filename, ""), time.monotonic())  # it calls another
 
 def end_phase(*_):
     phases.append({})
@@ -105,12 +112,16 @@ def main() -> None:
     names: dict[str, list[str]] = {}
     for _, file, name in calls:
         names.setdefault(file, []).append(name)
-    crossed = [file for file in names if file not in idle]
+    touched = [file for file in names if file not in idle]
+    crossed = [file for file in touched if "" in names[file]]
     for number, file in enumerate(crossed, 1):
-        print(
-            f"{number:3} {Path(file).relative_to(ROOT)}", *(names[file] if args.all else ()), sep="\n      "
-        )
-    print("also while idle:", *sorted(str(Path(file).relative_to(ROOT)) for file in names if file in idle))
+        print(f"{number:3} {shown(file)}", *(filter(None, names[file]) if args.all else ()), sep="\n      ")
+    print("leaves:", *(shown(file) for file in touched if file not in crossed))
+    print("also while idle:", *sorted(shown(file) for file in names if file in idle))
+
+
+def shown(file: str) -> str:
+    return str(Path(file).relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """How the product's Python is laid out: lines and files by folder, functions, and who imports whom.
 
 python -m tools.house [FOLDER]    # of another commit's tree, to compare
+
+The files that a request crosses, tools/crossing.py counts.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import statistics
 import sys
 from collections import Counter
@@ -32,13 +33,6 @@ def imported_folders(tree: ast.Module) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE}.")}
 
 
-def crossed(root: Path) -> list[str]:
-    """The files of docs/architecture.md's first section, which walks with a request."""
-    text = (root / "docs/architecture.md").read_text()
-    walk = text.split("\n## ")[1]
-    return sorted(set(re.findall(r"`(?:[\w/]*/)?(\w+\.py)", walk)))
-
-
 def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     files = sorted(path.relative_to(root) for path in (root / PACKAGE).rglob("*.py"))
@@ -61,8 +55,6 @@ def main() -> None:
     print(f"functions: median {statistics.median(functions):g} lines, longest {max(functions)}")
     mutual = [(a, b) for a, b in permutations(imports, 2) if a < b and b in imports[a] and a in imports[b]]
     print(f"folders that import each other: {len(mutual)} {mutual or ''}")
-    names = crossed(root)
-    print(f"files that a request crosses: {len(names)}: {' '.join(names)}")
 
 
 if __name__ == "__main__":
