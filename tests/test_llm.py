@@ -74,10 +74,10 @@ def test_op_by_op_gives_the_same(folder: Path, llm: LLM) -> None:
 def test_after_warm_up_nothing_is_compiled(folder: Path, llm: LLM) -> None:
     flags = {**FLAGS, "max_model_len": 64, "max_decode_seqs": 5, "prefill_len_padding": 32}
     warm = LLM(model=folder, **flags, warmup=True)
-    compiled = set(warm.engine.stepper.runner._programs)
+    compiled = set(warm.engine.stepper.runner.compiled)
     prompts = [LLAMA.prompt(seed)[: 1 + 4 * seed] for seed in range(6)]
     assert tokens(warm, prompts) == tokens(llm, prompts)
-    assert set(warm.engine.stepper.runner._programs) == compiled
+    assert set(warm.engine.stepper.runner.compiled) == compiled
 
 
 @pytest.mark.parametrize("devices", [2, 8])
