@@ -78,14 +78,10 @@ class Constraint:
 
     def __init__(self, rules: TokenRules, matcher: Matcher | None = None) -> None:
         self.rules, self.matcher = rules, matcher
+        self.is_needed = matcher is not None or rules.are_any  # where it is not, words are never made
         self._mask, self._num_masks = None if matcher is None else matcher.mask(), 0
         self._num_seen, self._bad_state = 0, 0  # tokens that the state of its bad words is of
         self._made_of: object = None  # what the words that were last asked for follow from
-
-    @property
-    def is_needed(self) -> bool:
-        """Where it is not, words are never made."""
-        return self.matcher is not None or self.rules.are_any
 
     @property
     def follows_tokens(self) -> bool:

@@ -198,13 +198,15 @@ class Stepper:
         for chunk, sequence in zip(plan.chunks, sequences, strict=True):
             choice = book.choice_of(sequence)
             assert choice is not None, "who has ended is in no new step"
+            if sequence.slot_is_written and not choice.constraint.is_needed:
+                continue  # as most rows of most steps
             with book.failing(sequence):
                 if not sequence.slot_is_written:
                     if (waited_s := book.note_begin(sequence)) is not None:
                         self._step.waited.append((sequence.request_id, waited_s))
                     records.append((chunk.slot, self._record(choice)))
                     sequence.slot_is_written = True
-                elif chunk.samples and choice.constraint.is_needed:
+                elif chunk.samples:
                     changed = choice.constraint.changed_words(sequence.token_ids, chunk.end)
                     if changed is not None:
                         words.append((chunk.slot, changed))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from hex_llm.config import EngineConfig
 from hex_llm.errors import QueueFull
 from hex_llm.scheduling.blocks import BlockPool
-from hex_llm.scheduling.sequence import NO_SLOT, Sequence, State
+from hex_llm.scheduling.sequence import NO_SLOT, PREFILLING, Sequence, State
 from hex_llm.types import Chunk, FinishReason, StepPlan
 
 Rows = list[tuple[Sequence, Chunk]]
@@ -156,7 +156,7 @@ class Scheduler:
         return StepPlan(decodes, prefills), left
 
     def collect(
-        self, plan: StepPlan, sequences: ListLike[Sequence], token_ids: ListLike[ListLike[int]]
+        self, plan: StepPlan, sequences: ListLike[Sequence], token_ids: ListLike[list[int]]
     ) -> list[tuple[int, list[int]]]:
         """The oldest step in flight was read: what each of its rows chose; empty: nothing could be chosen.
 
@@ -233,7 +233,7 @@ class Scheduler:
 
     def _lacks_block(self, sequence: Sequence) -> bool:
         reached = len(sequence.blocks) * self.pool.block_size
-        return sequence.state is not State.WAITING and sequence.num_computed >= reached
+        return sequence.slot != NO_SLOT and sequence.num_computed >= reached
 
     def _last_from(self, sequence: Sequence) -> Sequence:
         """Who is preempted for `sequence`: the last in order, at worst itself, never one that came before."""
@@ -244,14 +244,8 @@ class Scheduler:
         """Chunks of at most `budget` tokens together: of those that have begun, then of those that wait."""
         rows: Rows = []
         most = self.limits.max_prefill_seqs
-        for sequence in self.running:
-            if (
-                sequence.state is State.PREFILLING
-                and sequence.num_left > 1
-                and not sequence.is_held
-                and budget > 0
-                and len(rows) < most
-            ):
+        for sequence in [s for s in self.running if s.state is PREFILLING]:
+            if sequence.num_left > 1 and not sequence.is_held and budget > 0 and len(rows) < most:
                 budget -= self._prefill(sequence, budget, rows)
         passed: list[tuple[float, int, Sequence]] = []
         while budget > 0 and len(rows) < most and len(passed) < MAX_PASSED:
@@ -345,6 +339,8 @@ class Scheduler:
         for i, key in enumerate(keys, sequence.num_published):
             self.pool.publish(sequence.blocks[i], key)
         sequence.num_published += len(keys)
+        if not sequence.shares_blocks:  # it has grown too long meanwhile: nobody shall wait for its blocks
+            keys = sequence.block_keys[sequence.num_published :]
         self._fills_no_more(sequence, keys)
 
     def _fills_no_more(self, sequence: Sequence, keys: ListLike[bytes]) -> None:

@@ -7,7 +7,6 @@ knows: `num_unread` of its tokens exist on the device only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -26,6 +25,9 @@ class State(Enum):
     ENDING = auto()  # it has ended, but a step in flight still touches what it holds
     ENDED = auto()
 
+
+IN_TRANSFER = State.IN_TRANSFER  # what hot paths ask for: members of an Enum are slow to look up
+PREFILLING = State.PREFILLING
 
 MOVES = {
     State.WAITING: {State.PREFILLING, State.ENDED},
@@ -103,9 +105,11 @@ class Sequence:
     @property
     def can_decode(self) -> bool:
         """Its last token alone is left, wherever that is known, and another one may follow."""
-        ready = self.num_left == 1 and self.length < self.max_len and not self.must_restart
-        held = self.is_held or self.state is State.IN_TRANSFER
-        return ready and not held and not (self.waits_for_tokens and self.num_unread)
+        length = self.length  # this is asked for each row of each step
+        if length - self.num_computed != 1 or length >= self.max_len or self.is_held:
+            return False
+        waits = self.waits_for_tokens and self.num_unread
+        return not (waits or self.state is IN_TRANSFER or self.must_restart)
 
     def move_to(self, state: State) -> None:
         assert state in MOVES[self.state], f"from {self.state.name} to {state.name}"
@@ -119,30 +123,30 @@ class Sequence:
         self.num_computed = end
         self.num_in_flight += 1
         self.num_unread += samples
-        if samples and self.state is State.PREFILLING:
+        if samples and self.state is PREFILLING:
             self.move_to(State.DECODING)
         return chunk
 
-    def read(self, token_ids: ListLike[int]) -> tuple[list[int], FinishReason | None]:
+    def read(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Takes in what the oldest unread step chose: the tokens up to its end, and why it ends, if it does.
 
         Where there are several, that step has left the KV of all but the last in the cache.
         """
         assert len(token_ids) == 1 or self.num_unread == 1, "a later step was sent off for its second token"
         self.num_unread -= 1
-        start, reason = len(self.token_ids), None
+        all_ids, num_before, reason = self.token_ids, len(self.token_ids), None
         for token_id in token_ids:
-            self.token_ids.append(token_id)
+            all_ids.append(token_id)
             if token_id in self.stop_ids:
                 reason = FinishReason.STOP
-            elif len(self.token_ids) >= self.max_len:
-                reason = FinishReason.LENGTH
-            if reason is not None:
                 break
-        taken = self.token_ids[start:]
-        self.num_computed += len(taken) - 1
-        self.num_written += len(taken) - 1
-        return taken, reason
+            if len(all_ids) >= self.max_len:
+                reason = FinishReason.LENGTH
+                break
+        num_more = len(all_ids) - num_before - 1
+        self.num_computed += num_more
+        self.num_written += num_more
+        return token_ids[: num_more + 1], reason
 
     def keys(self, num_blocks: int, block_size: int) -> list[bytes]:
         """Of its first blocks, whose tokens must all be known."""

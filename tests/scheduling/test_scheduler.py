@@ -65,6 +65,7 @@ class Traffic(RuleBasedStateMachine):
         unit=st.sampled_from([None, 1, 2]),
         depth=st.integers(0, 2),
         recompute_len=st.sampled_from([None, 12]),
+        cache_len=st.sampled_from([None, 12]),
     )
     def start(
         self,
@@ -77,8 +78,9 @@ class Traffic(RuleBasedStateMachine):
         unit: int | None,
         depth: int,
         recompute_len: int | None,
+        cache_len: int | None,
     ) -> None:
-        self.depth, self.recompute_len = depth, recompute_len
+        self.depth, self.recompute_len, self.cache_len = depth, recompute_len, recompute_len or cache_len
         prefix_unit = None if unit is None else unit * block_size
         self.limits = StepLimits(prefills, decodes, tokens, chunked, prefix_unit, max_sequences=12)
         self.scheduler = Scheduler(BlockPool(num_blocks, block_size), self.limits)
@@ -114,7 +116,7 @@ class Traffic(RuleBasedStateMachine):
             priority=priority,
             waits_for_tokens=waits,
             recompute_len=self.recompute_len,
-            cache_len=self.recompute_len,
+            cache_len=self.cache_len,
             **({} if shares else {"cache_key": None}),
         )
         self.scheduler.add(added)
