@@ -73,28 +73,16 @@ ABOUT = {
     504: "The request has taken longer than --request_timeout.",
 }
 GATE, WITH_BODY, TGI = (401, 500, 503), (400, 408, 413, 429, 504), (422, 424, 429, 500)
+
+
+def _object(**properties: Schema) -> Schema:
+    return {"type": "object", "required": [*properties], "properties": properties}
+
+
+TEXT, TEXT_OR_NULL, NUMBER = {"type": "string"}, {"type": ["string", "null"]}, {"type": "integer"}
 ERRORS: Schema = {
-    "Error": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "param", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": "integer"},
-                },
-            }
-        },
-    },
-    "TgiError": {
-        "type": "object",
-        "required": ["error", "error_type"],
-        "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
-    },
+    "Error": _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=NUMBER)),
+    "TgiError": _object(error=TEXT, error_type=TEXT),
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",

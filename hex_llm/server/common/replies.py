@@ -115,13 +115,16 @@ class Problem(NamedTuple):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
-def invalid_body(error: RequestValidationError) -> InvalidRequest:
-    """The first step of FastAPI's path to a field is always "body"."""
+def ours(error: Exception) -> Exception:
+    """FastAPI's refusal of a body as an InvalidRequest; the first step of its path to a field is "body"."""
+    if not isinstance(error, RequestValidationError):
+        return error
     return invalid([{**one, "loc": one["loc"][1:]} for one in error.errors()[:1]])
 
 
 def problem_of(error: Exception) -> Problem:
     """An error that is none of ours tells clients nothing."""
+    error = ours(error)
     if isinstance(error, InvalidRequest):
         return Problem(404 if isinstance(error, UnknownModel) else 400, str(error), error.param)
     if isinstance(error, HexError):

@@ -32,7 +32,7 @@ from hex_llm.server.common.replies import (
     delta_size,
     error_reply,
     event,
-    invalid_body,
+    ours,
     streamed,
     unless_gone,
 )
@@ -58,6 +58,7 @@ class Incomplete(HexError):
 
 def problem_of(error: Exception) -> tuple[int, Json]:
     """The HTTP status and the body; an error that is none of ours tells clients nothing."""
+    error = ours(error)
     match error:
         case InvalidRequest():
             status, kind, message = 422, "validation", f"Input validation error: {in_their_words(error)}"
@@ -77,11 +78,8 @@ def problem_of(error: Exception) -> tuple[int, Json]:
 async def in_their_shape(work: Awaitable[Response]) -> Response:
     try:
         return await work
-    except RequestValidationError as error:
-        problem: HexError = invalid_body(error)
-    except HexError as error:
-        problem = error
-    return error_reply(*problem_of(problem))
+    except (HexError, RequestValidationError) as error:
+        return error_reply(*problem_of(error))
 
 
 class TgiRoute(BodyRoute):
