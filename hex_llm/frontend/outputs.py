@@ -127,12 +127,10 @@ class OutputCollector:
         self.prompt = prompt
         self.num_cached = 0
         self._tokenizer = tokenizer
+        echoed = [self._prompt_text()] if request.params.echo else []
         self._choices = [
-            _Choice(i, _detokenizer(request, tokenizer)) for i in range(request.params.num_choices)
+            _Choice(i, _detokenizer(request, tokenizer), [*echoed]) for i in range(request.params.num_choices)
         ]
-        if request.params.echo:
-            for choice in self._choices:
-                choice.pieces.append(self._prompt_text())
         self._num_open = len(self._choices)
         self._prompt_logprobs: list[TokenLogprobs] = []
 
@@ -175,13 +173,13 @@ class OutputCollector:
         choices = self._choices
         if len(choices) > params.n:
             choices = sorted(choices, key=_Choice.likelihood, reverse=True)[: params.n]
-        asked = params.prompt_logprobs
+        num_top = params.prompt_logprobs
         return RequestOutput(
             self.request.request_id,
             self.request.prompt_ids,
             [self._completion(i, choice, listed) for i, choice in enumerate(choices)],
             self.prompt,
-            None if asked is None else listed(self.prompt_logprobs(asked)),
+            None if num_top is None else listed(self.prompt_logprobs(num_top)),
             self.num_cached,
             self.finished,
         )

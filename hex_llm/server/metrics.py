@@ -280,11 +280,7 @@ def routes(backend: Backend, metrics: Metrics) -> APIRouter:
     @router.get("/stats")
     async def stats() -> dict[str, Any]:
         """The state of the engine in a few numbers."""
-        about = {
-            "model": backend.model_name,
-            "max_model_len": backend.max_len,
-            "version": __version__,
-        }
+        about = {"model": backend.model_name, "max_model_len": backend.max_len, "version": __version__}
         return {**metrics.now(), **about}
 
     return router

@@ -1,7 +1,6 @@
 """OpenAI's /v1/completions and /v1/models.
 
-A request's fields become sampling parameters, and an output
-becomes a reply; the rest is the backend's.
+A request's fields become sampling parameters, and an output becomes a reply; the rest is the backend's.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ async def stream_completion(backend: Backend, request: CompletionRequest) -> Rep
     prompts = await _prompts(backend, request, params)
     jobs = [Job(prompt, params, request.priority, request.cache_salt) for prompt in prompts]
     head = head_of(backend, request, *KIND)
-    return chunks(backend, jobs, request, head, lambda: GrowingText(backend, request, params))
+    return chunks(backend, jobs, request, head, lambda: GrowingText(backend, request, params).add)
 
 
 async def _prompts(

@@ -42,9 +42,6 @@ class Item(Body):
     id: str = ""
     status: str = ""
 
-    def add_to(self, messages: list[Message]) -> None:
-        raise NotImplementedError
-
 
 class MessageItem(Item):
     type: Literal["message"] = "message"
@@ -194,7 +191,9 @@ class ResponsesRequest(OpenAIRequest):
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._format(),
-            "tools": [_tool(tool) for tool in self.tools],
+            "tools": [
+                {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools
+            ],
             "tool_choice": self._choice(),
             "logprobs": LOGPROBS in self.include,
             "reasoning_effort": self.reasoning.effort,
@@ -211,17 +210,12 @@ class ResponsesRequest(OpenAIRequest):
 
     def _format(self) -> dict[str, Any] | None:
         text_format = self.text.format
-        if text_format is None or text_format.type != "json_schema":
-            return None if text_format is None else {"type": text_format.type}
-        return {
-            "type": text_format.type,
-            "json_schema": text_format.model_dump(by_alias=True, exclude={"type"}),
-        }
+        if text_format is None:
+            return None
+        written = text_format.model_dump(by_alias=True, exclude={"type"})
+        schema = {"json_schema": written} if text_format.type == "json_schema" else {}
+        return {"type": text_format.type, **schema}
 
     def _choice(self) -> Any:
         choice = self.tool_choice
         return choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"})}

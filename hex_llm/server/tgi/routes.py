@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -126,15 +126,10 @@ def _check_end(output: RequestOutput) -> None:
             raise Incomplete
 
 
-class Reply(NamedTuple):
-    body: Whole
-    headers: dict[str, str]
-
-
 async def generate(
     backend: Backend, request: GenerateRequest, *, full: bool = False, max_tokens: int | None = MAX_NEW_TOKENS
-) -> Reply:
-    """`full`: the text begins with the prompt, unless the request says otherwise."""
+) -> tuple[Whole, dict[str, str]]:
+    """Also the reply's headers. `full`: the text begins with the prompt, unless the request says otherwise."""
     begun = time.monotonic()
     params = request.parameters.params(max_tokens=max_tokens)
     async with _started(backend, request, params) as (generation, tokenizer):
@@ -144,8 +139,8 @@ async def generate(
     _check_end(output)
     choices = _best_first(output.outputs)
     describe = _Describer(tokenizer, request, params, output)
-    body = Whole(size_of(output), partial(_body, describe, request, choices, full))
-    return Reply(body, _headers(request, output, choices[0], begun, queued))
+    reply = Whole(size_of(output), partial(_body, describe, request, choices, full))
+    return reply, _headers(request, output, choices[0], begun, queued)
 
 
 def _body(
@@ -179,12 +174,7 @@ def _headers(
     """In milliseconds, but for x-compute-time. The wait in the engine's queue counts as inference."""
     now = time.monotonic()
     num_tokens = len(choice.token_ids)
-    times = {
-        "total": now - begun,
-        "validation": queued - begun,
-        "queue": 0.0,
-        "inference": now - queued,
-    }
+    times = {"total": now - begun, "validation": queued - begun, "queue": 0.0, "inference": now - queued}
     return {
         **_first_headers(request),
         "x-compute-time": str(now - begun),
@@ -255,11 +245,8 @@ class _Describer:
         assert self.params.seed is not None
         # The engine gives the i-th choice the seed plus i, so each can be repeated alone.
         seed = (self.params.seed + choice.index) % MAX_SEED if self.params.temperature > 0 else None
-        return {
-            "finish_reason": _finish_reason(choice),
-            "generated_tokens": len(choice.token_ids),
-            "seed": seed,
-        }
+        num_tokens = len(choice.token_ids)
+        return {"finish_reason": _finish_reason(choice), "generated_tokens": num_tokens, "seed": seed}
 
     def prefill(self) -> Iterator[Json]:
         """Nothing precedes the first token, so it has no log-probability."""
@@ -311,62 +298,42 @@ def _end(describe: _Describer, request: GenerateRequest, output: RequestOutput, 
     _check_end(output)
     (choice,) = output.outputs
     details = {**describe.end(choice), "input_length": len(output.prompt_token_ids)}
-    asked = request.parameters.details
-    return {"generated_text": _text(request, choice, full), "details": details if asked else None}
+    text = _text(request, choice, full)
+    return {"generated_text": text, "details": details if request.parameters.details else None}
 
 
 async def streamed_reply(
     backend: Backend, request: Request, body: GenerateRequest, *, full: bool = False
 ) -> Response:
-    reply = await streamed(
-        request, events(backend, body, full=full), broken=lambda error: event(problem_of(error)[1])
-    )
+    pieces = events(backend, body, full=full)
+    reply = await streamed(request, pieces, broken=lambda error: event(problem_of(error)[1]))
     reply.headers.update(_first_headers(body))
     return reply
 
 
 async def whole_reply(
-    backend: Backend, request: Request, body: GenerateRequest, *, full: bool = False, as_list: bool = False
+    backend: Backend, request: Request, body: GenerateRequest, *, full: bool = False
 ) -> Response:
+    """`full`: also in a list."""
     headers: dict[str, str] = {}
 
     async def work() -> Whole:
-        answer = await generate(backend, body, full=full)
-        headers.update(answer.headers)
-        size, make = answer.body
-        return Whole(size, lambda: [make()] if as_list else make())
+        (size, make), more = await generate(backend, body, full=full)
+        headers.update(more)
+        return Whole(size, lambda: [make()] if full else make())
 
     reply = await unless_gone(request, work())
     reply.headers.update(headers)
     return reply
 
 
-async def respond(backend: Backend, request: Request, values: Any) -> Response:
-    """To POST /generate with `inputs`; raises what is wrong."""
+async def respond(backend: Backend, request: Request, values: Any, *, full: bool = False) -> Response:
+    """To a body with `inputs`; raises what is wrong."""
     body = parse(GenerateRequest, values)
-    return await (streamed_reply if body.stream else whole_reply)(backend, request, body)
+    return await (streamed_reply if body.stream else whole_reply)(backend, request, body, full=full)
 
 
 # ---- routes
-
-
-def info(backend: Backend) -> Json:
-    return {
-        "model_id": backend.model_name,
-        "model_sha": None,
-        "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": backend.max_sequences,
-        "max_best_of": MAX_CHOICES,
-        "max_stop_sequences": MAX_STOPS,
-        "max_input_tokens": backend.max_len - 1,
-        "max_total_tokens": backend.max_len,
-        "validation_workers": 1,
-        "max_client_batch_size": MAX_PROMPTS,
-        "router": "hex_llm",
-        "version": __version__,
-        "sha": None,
-        "docker_label": None,
-    }
 
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
@@ -374,7 +341,22 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
 
     @router.get("/info")
     async def tgi_info() -> Json:
-        return info(backend)
+        return {
+            "model_id": backend.model_name,
+            "model_sha": None,
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": backend.max_sequences,
+            "max_best_of": MAX_CHOICES,
+            "max_stop_sequences": MAX_STOPS,
+            "max_input_tokens": backend.max_len - 1,
+            "max_total_tokens": backend.max_len,
+            "validation_workers": 1,
+            "max_client_batch_size": MAX_PROMPTS,
+            "router": "hex_llm",
+            "version": __version__,
+            "sha": None,
+            "docker_label": None,
+        }
 
     @router.post("/generate_stream")
     async def generate_stream(body: GenerateRequest, request: Request) -> Response:
@@ -383,9 +365,7 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     @router.post("/")
     async def compatible(body: GenerateRequest, request: Request) -> Response:
         """As the older inference API did, it begins with the prompt and wraps the reply in a list."""
-        if body.stream:
-            return await streamed_reply(backend, request, body, full=True)
-        return await whole_reply(backend, request, body, full=True, as_list=True)
+        return await respond(backend, request, body, full=True)
 
     @router.post("/invocations")
     async def sagemaker(body: Json, request: Request) -> Response:
@@ -395,6 +375,6 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
         if "prompt" in body:
             completion = await checked(request, partial(parse, CompletionRequest, body))
             return await completion_reply(backend, request, completion, config)
-        return await compatible(parse(GenerateRequest, body), request)
+        return await respond(backend, request, body, full=True)
 
     return router

@@ -126,8 +126,8 @@ def _logprobs(
 
 
 async def _generated_text(backend: Backend, request: tgi_schemas.GenerateRequest) -> str:
-    reply = await tgi.generate(backend, request, max_tokens=None)
-    text: str = (await shaped(*reply.body))["generated_text"]
+    reply, _ = await tgi.generate(backend, request, max_tokens=None)
+    text: str = (await shaped(*reply))["generated_text"]
     return text
 
 
