@@ -41,7 +41,6 @@ from hex_llm.text.tool_calls import (
 )
 from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
-DEFAULTS = ServerConfig()
 # What chat_template_kwargs may not hold: fields of the request say it.
 RESERVED = frozenset(
     (
@@ -70,7 +69,7 @@ async def chat_reply(backend: Backend, request: Request, body: ChatRequest, conf
     return await unless_gone(request, chat(backend, body, config))
 
 
-async def chat(backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS) -> Whole:
+async def chat(backend: Backend, request: ChatRequest, config: ServerConfig) -> Whole:
     talk = await prepare(backend, request, config)
     output = await answer(backend, talk.prompt_ids, request, talk.params)
     head = head_of(backend, request, "chatcmpl", "chat.completion")
@@ -85,7 +84,7 @@ def _reply(talk: PreparedChat, head: Fields, output: RequestOutput) -> Fields:
 
 
 async def stream_chat(
-    backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS, *, usage_at_end: bool = False
+    backend: Backend, request: ChatRequest, config: ServerConfig, *, usage_at_end: bool = False
 ) -> ReplyStream:
     """`usage_at_end`: also without `include_usage` the last chunk tells it, as Google's clients expect."""
     talk = await prepare(backend, request, config)

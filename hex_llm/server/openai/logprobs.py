@@ -6,7 +6,7 @@ There may be millions: each is shaped when it is encoded.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hex_llm.frontend.outputs import Delta
@@ -59,11 +59,11 @@ class CompletionLogprobs:
 
     def _by_name(self, known: Logprobs) -> dict[str, float]:
         """Of tokens that look alike, the likeliest."""
-        found: dict[str, float] = {}
+        by_name: dict[str, float] = {}
         for token_id, one in sorted(known.items(), key=_rank):
             name = None if self._as_ids else one.decoded_token
-            found.setdefault(name or _id_name(token_id), finite(one.logprob))
-        return found
+            by_name.setdefault(name or _id_name(token_id), finite(one.logprob))
+        return by_name
 
 
 def of_completion(
@@ -83,24 +83,21 @@ def of_completion(
 
 
 def of_chat(
-    tokenizer: Tokenizer,
-    choice: CompletionOutput | Delta,
-    num_top: int,
-    *,
-    as_ids: bool = False,
+    tokenizer: Tokenizer, choice: CompletionOutput | Delta, num_top: int, *, as_ids: bool
 ) -> dict[str, Any] | None:
     if choice.logprobs is None:
         return None
-    return {"content": Listed(_entries(tokenizer, choice, num_top, as_ids)), "refusal": None}
 
+    def entry(token_id: int, one: Logprob) -> dict[str, Any]:
+        name = _id_name(token_id) if as_ids else one.decoded_token
+        return {"token": name, "logprob": finite(one.logprob), "bytes": tokenizer.byte_values(token_id)}
 
-def _entries(
-    tokenizer: Tokenizer, choice: CompletionOutput | Delta, num_top: int, as_ids: bool
-) -> Iterator[dict[str, Any]]:
-    for token_id, known in zip(choice.token_ids, choice.logprobs or (), strict=True):
-        likeliest = sorted(known.items(), key=_rank)[:num_top]
-        top = [_entry(tokenizer, i, one, as_ids) for i, one in likeliest]
-        yield {**_entry(tokenizer, token_id, known[token_id], as_ids), "top_logprobs": top}
+    def entry_with_top(token_id: int, known: Logprobs) -> dict[str, Any]:
+        top = [entry(*item) for item in sorted(known.items(), key=_rank)[:num_top]]
+        return {**entry(token_id, known[token_id]), "top_logprobs": top}
+
+    pairs = zip(choice.token_ids, choice.logprobs, strict=True)
+    return {"content": Listed(entry_with_top(*pair) for pair in pairs), "refusal": None}
 
 
 def _rank(item: tuple[int, Logprob]) -> int:
@@ -116,11 +113,6 @@ def of_prompt(request: RequestOutput) -> Listed | None:
         else {i: {**vars(one), "logprob": finite(one.logprob)} for i, one in known.items()}
         for known in request.prompt_logprobs
     )
-
-
-def _entry(tokenizer: Tokenizer, token_id: int, one: Logprob, as_ids: bool) -> dict[str, Any]:
-    name = _id_name(token_id) if as_ids else one.decoded_token
-    return {"token": name, "logprob": finite(one.logprob), "bytes": tokenizer.byte_values(token_id)}
 
 
 def _id_name(token_id: int) -> str:

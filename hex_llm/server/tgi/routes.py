@@ -129,7 +129,7 @@ def _check_end(output: RequestOutput) -> None:
 async def generate(
     backend: Backend, request: GenerateRequest, *, full: bool = False, max_tokens: int | None = MAX_NEW_TOKENS
 ) -> tuple[Whole, dict[str, str]]:
-    """Also the reply's headers. `full`: the text begins with the prompt, unless the request says otherwise."""
+    """And the reply's headers. `full`: the text begins with the prompt, if the request does not object."""
     begun = time.monotonic()
     params = request.parameters.params(max_tokens=max_tokens)
     async with _started(backend, request, params) as (generation, tokenizer):
