@@ -16,7 +16,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from hex_llm.server.common.replies import INLINE_WRITER
+from hex_llm.server.common.streams import INLINE_WRITER
 from hex_llm.server.gate import MAX_HEAD
 
 LINGER_S = 2  # what a client gets to send the rest of a body that nobody reads

@@ -23,7 +23,8 @@ from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server.common.backend import Backend, answer, size_of
 from hex_llm.server.common.body import check_num_values, shown, values_in
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.replies import Job, Listed, ReplyStream, StreamDelta, Whole, streamed, unless_gone
+from hex_llm.server.common.replies import Listed, Whole
+from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.replies import Fields, check_model, chunks, end_of, given, head_of, whole
 from hex_llm.server.openai.schemas import ChatRequest

@@ -19,16 +19,8 @@ from hex_llm.frontend.outputs import Named
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.common.backend import Backend, answer, size_of, together
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.replies import (
-    Job,
-    Listed,
-    ReplyStream,
-    StreamDelta,
-    Whole,
-    encode,
-    streamed,
-    unless_gone,
-)
+from hex_llm.server.common.replies import Listed, Whole, encode
+from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.replies import Fields, check_model, chunks, end_of, head_of, whole
 from hex_llm.server.openai.schemas import CompletionRequest

@@ -15,7 +15,8 @@ from hex_llm.errors import InvalidRequest, UnknownModel
 from hex_llm.frontend.requests import Generation
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body import shown
-from hex_llm.server.common.replies import DONE, Job, ReplyStream, StreamDelta, encode, event, refuse_best_of
+from hex_llm.server.common.replies import DONE, encode, event
+from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, refuse_best_of
 from hex_llm.server.openai.schemas import OpenAIRequest, StreamOptions
 from hex_llm.types import CompletionOutput, RequestOutput
 
@@ -102,8 +103,9 @@ class Frame:
         return b'%b%d,%b],"usage":%b%b}\n\n' % (self._head, index, encode(choice)[1:], used, more)
 
     def end(self) -> bytes:
-        last = event({**self._head_fields, "choices": [], "usage": self._usage()})
-        return last + DONE if self._has_usage_chunk else DONE
+        if not self._has_usage_chunk:
+            return DONE
+        return event({**self._head_fields, "choices": [], "usage": self._usage()}) + DONE
 
     def _usage(self) -> Fields:
         collectors = [generation.collector for generation in self._generations.values()]

@@ -20,16 +20,8 @@ from hex_llm.frontend.beside import read, shaped
 from hex_llm.frontend.outputs import Delta, raise_failure
 from hex_llm.server.common.backend import Backend, answer, size_of
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.replies import (
-    Listed,
-    Pieces,
-    Whole,
-    delta_size,
-    encode,
-    problem_of,
-    streamed,
-    unless_gone,
-)
+from hex_llm.server.common.replies import Listed, Whole, encode, problem_of
+from hex_llm.server.common.streams import Pieces, delta_size, streamed, unless_gone
 from hex_llm.server.openai.chat import PreparedChat, prepare
 from hex_llm.server.openai.replies import Fields
 from hex_llm.server.openai.responses_schemas import ResponsesRequest

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,17 +26,8 @@ from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
 from hex_llm.server.common.backend import Backend, size_of
 from hex_llm.server.common.body import MAX_PROMPTS, parse
 from hex_llm.server.common.body_route import BodyRoute, checked
-from hex_llm.server.common.replies import (
-    Listed,
-    Pieces,
-    Whole,
-    delta_size,
-    error_reply,
-    event,
-    ours,
-    streamed,
-    unless_gone,
-)
+from hex_llm.server.common.replies import Listed, Whole, error_reply, event, ours
+from hex_llm.server.common.streams import Pieces, delta_size, streamed, unless_gone
 from hex_llm.server.openai.chat import chat_reply
 from hex_llm.server.openai.completions import completion_reply
 from hex_llm.server.openai.logprobs import finite
@@ -138,7 +130,7 @@ async def generate(
     output = generation.output()
     _check_end(output)
     choices = _best_first(output.outputs)
-    describe = _Describer(tokenizer, request, params, output)
+    describe = _Describer(tokenizer, params, request.parameters.top_n_tokens, output)
     reply = Whole(size_of(output), partial(_body, describe, request, choices, full))
     return reply, _headers(request, output, choices[0], begun, queued)
 
@@ -198,16 +190,14 @@ def _finish_reason(choice: CompletionOutput) -> str:
     return "stop_sequence" if isinstance(choice.stop_reason, str) else "eos_token"
 
 
+@dataclass(frozen=True)
 class _Describer:
     """Tokens and choices of one request in TGI's shape."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, request: GenerateRequest, params: SamplingParams, output: RequestOutput
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.params = params
-        self.num_top = request.parameters.top_n_tokens
-        self.output = output
+    tokenizer: Tokenizer
+    params: SamplingParams
+    num_top: int
+    output: RequestOutput
 
     def texts(self) -> Callable[[int, bool], str]:
         """What each next token adds to the text, special or not; half a character adds nothing yet."""
@@ -261,7 +251,7 @@ class _Describer:
 async def events(backend: Backend, request: GenerateRequest, *, full: bool = False) -> Pieces:
     params = request.parameters.params(streamed=True)
     async with _started(backend, request, params) as (generation, tokenizer):
-        describe = _Describer(tokenizer, request, params, generation.output())
+        describe = _Describer(tokenizer, params, request.parameters.top_n_tokens, generation.output())
         text_of, index = describe.texts(), 0
         async for delta in generation:
             end = NOT_ENDED

@@ -22,17 +22,8 @@ from hex_llm.frontend.beside import shaped
 from hex_llm.frontend.outputs import Delta
 from hex_llm.server.common.backend import Backend, answer, size_of, together
 from hex_llm.server.common.body_route import BodyRoute, checked
-from hex_llm.server.common.replies import (
-    Job,
-    ReplyStream,
-    StreamDelta,
-    Whole,
-    encode,
-    problem_of,
-    refuse_best_of,
-    streamed,
-    unless_gone,
-)
+from hex_llm.server.common.replies import Whole, encode, problem_of
+from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, refuse_best_of, streamed, unless_gone
 from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.chat import chat, stream_chat
 from hex_llm.server.openai.schemas import ChatRequest
