@@ -44,6 +44,13 @@ def _reply(
     head: Fields,
     outputs: Sequence[RequestOutput],
 ) -> Fields:
+    as_ids, skip = request.return_tokens_as_token_ids, params.skip_special_tokens
+
+    def choice_of(output: RequestOutput, one: CompletionOutput) -> Fields:
+        known = logprobs.of_completion(backend.tokenizer, output, one, skip_special=skip, as_ids=as_ids)
+        ids = {"token_ids": Listed(one.token_ids)} if _wants_ids(backend, request) else {}
+        return {"text": one.text, "logprobs": known, **end_of(one), **ids}
+
     choices = []
     for output in outputs:
         of_prompt: Fields = {}
@@ -51,7 +58,7 @@ def _reply(
             of_prompt["prompt_logprobs"] = msgspec.Raw(encode(logprobs.of_prompt(output)))
         if request.return_token_ids:
             of_prompt["prompt_token_ids"] = Listed(output.prompt_token_ids)
-        choices += [_choice(backend, request, params, output, one) | of_prompt for one in output.outputs]
+        choices += [choice_of(output, one) | of_prompt for one in output.outputs]
     return whole(head, outputs, choices)
 
 
@@ -76,21 +83,6 @@ async def _prompts(
         await read(len(prompt), partial(encode_text, prompt)) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
-
-
-def _choice(
-    backend: Backend,
-    request: CompletionRequest,
-    params: SamplingParams,
-    output: RequestOutput,
-    choice: CompletionOutput,
-) -> Fields:
-    as_ids, skip = request.return_tokens_as_token_ids, params.skip_special_tokens
-    known = logprobs.of_completion(backend.tokenizer, output, choice, skip_special=skip, as_ids=as_ids)
-    fields: Fields = {"text": choice.text, "logprobs": known, **end_of(choice)}
-    if _wants_ids(backend, request):
-        fields["token_ids"] = Listed(choice.token_ids)
-    return fields
 
 
 def _wants_ids(backend: Backend, request: CompletionRequest) -> bool:

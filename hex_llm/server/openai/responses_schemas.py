@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.common.body import Body, NamedSchema, Whole, fault, parse
+from hex_llm.server.openai import schemas
 from hex_llm.server.openai.schemas import ChatRequest, Effort, Function, OpenAIRequest, joined
 
 Message = dict[str, Any]  # of a chat
@@ -23,9 +24,8 @@ LOGPROBS = "message.output_text.logprobs"
 # ---- the conversation
 
 
-class TextPart(Body):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+class TextPart(schemas.TextPart):
+    type: Literal["input_text", "output_text", "text"]  # type: ignore[assignment]
     annotations: list[Any] = Field([])
     logprobs: list[Any] = Field([])
 
@@ -60,9 +60,8 @@ def _only_reasons(message: Message) -> bool:
     return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
 
 
-class ReasoningText(Body):
-    type: Literal["reasoning_text"]
-    text: str
+class ReasoningText(schemas.TextPart):
+    type: Literal["reasoning_text"]  # type: ignore[assignment]
 
 
 class ReasoningItem(Item):
@@ -71,8 +70,7 @@ class ReasoningItem(Item):
     content: list[ReasoningText] = Field([])
 
     def add_to(self, messages: list[Message]) -> None:
-        reasoning = "\n".join(part.text for part in self.content)
-        messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
+        messages.append({"role": "assistant", "content": "", "reasoning_content": joined(self.content)})
 
 
 class CallItem(Item):
