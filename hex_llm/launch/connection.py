@@ -35,8 +35,8 @@ class Connection(HttpToolsProtocol):
     """Requests that a client sends before it has its reply wait: as bytes, but for the few that come in one
     piece with the end of the one that is answered."""
 
-    def __init__(self, receive_s: float, send_s: float, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, receive_s: float, send_s: float, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.receive_s, self.send_s = receive_s, send_s
         self.open_cycles: deque[RequestResponseCycle] = deque()  # the first is being answered
         self.is_in_body = False

@@ -134,10 +134,10 @@ def described(app: FastAPI) -> Schema:
 def _add_kinds(schemas: Schema) -> dict[type[Body], Schema]:
     """References to the kinds of BODIES. One that has a namesake is here so that both get long names."""
     kinds = {ResponsesRequest: None} | {kind: None for several in BODIES.values() for kind in several}
-    refs, found = models_json_schema(
+    refs, definitions = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
     )
-    schemas.update(found["$defs"])
+    schemas.update(definitions["$defs"])
     return {kind: ref for (kind, _), ref in refs.items()}  # type: ignore[misc]
 
 
@@ -162,8 +162,8 @@ def _describe(operation: Schema, route: APIRoute, method: str) -> None:
 
 
 def _error(status: int, *shapes: str) -> Schema:
-    named = [{"$ref": f"#/components/schemas/{shape}"} for shape in shapes or ("Error",)]
-    content = {"application/json": {"schema": named[0] if len(named) == 1 else {"anyOf": named}}}
+    refs = [{"$ref": f"#/components/schemas/{shape}"} for shape in shapes or ("Error",)]
+    content = {"application/json": {"schema": refs[0] if len(refs) == 1 else {"anyOf": refs}}}
     return {"description": ABOUT[status], "content": content}
 
 
@@ -185,6 +185,6 @@ def _operations(schema: Schema) -> Iterator[str]:
                 f"<pre>{escape(json.dumps(operation, indent=2))}</pre></details>"
             )
     yield "<h2>Schemas</h2>"
-    for name, known in sorted(schema["components"]["schemas"].items()):
-        shown = escape(json.dumps(known, indent=2))
+    for name, component in sorted(schema["components"]["schemas"].items()):
+        shown = escape(json.dumps(component, indent=2))
         yield f"<details><summary><code>{escape(name)}</code></summary><pre>{shown}</pre></details>"

@@ -98,14 +98,14 @@ def _described(schema: dict[str, Any], kind: type[Body]) -> None:
     kind.describe(schema)
 
 
-def _or_null(known: dict[str, Any]) -> dict[str, Any]:
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     null = {"type": "null"}
-    if "anyOf" in known:
-        return known if null in known["anyOf"] else {**known, "anyOf": [*known["anyOf"], null]}
-    if not known.keys() & {"type", "$ref", "enum", "const"} or known.get("type") == "null":
-        return known
-    outside: dict[str, Any] = {name: known[name] for name in ("title", "default") if name in known}
-    return {"anyOf": [{n: v for n, v in known.items() if n not in outside}, null], **outside}
+    if "anyOf" in schema:
+        return schema if null in schema["anyOf"] else {**schema, "anyOf": [*schema["anyOf"], null]}
+    if not schema.keys() & {"type", "$ref", "enum", "const"} or schema.get("type") == "null":
+        return schema
+    outside: dict[str, Any] = {name: schema[name] for name in ("title", "default") if name in schema}
+    return {"anyOf": [{n: v for n, v in schema.items() if n not in outside}, null], **outside}
 
 
 class Body(BaseModel):
@@ -121,16 +121,16 @@ class Body(BaseModel):
     def _without_inert(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        known = _fields(cls)
-        kept = {}
+        field_names = _fields(cls)
+        acting = {}
         for name, value in values.items():
-            if name not in known and not _is_inert(name, value):
+            if name not in field_names and not _is_inert(name, value):
                 # pydantic would go on and make a million errors of as many
                 about = {"field": shown(name), "reason": not_built(name)}
                 raise PydanticCustomError("not_built", "{reason}", about)
-            if name in known and value is not None:
-                kept[name] = value
-        return kept
+            if name in field_names and value is not None:
+                acting[name] = value
+        return acting
 
 
 @cache
@@ -195,11 +195,11 @@ Prompt = Annotated[str | TokenIds, fault("must be a text or a list of token ids"
 
 def describe_limits(schema: dict[str, Any]) -> None:
     """Those of SamplingParams, for the fields that have its names."""
-    for name, known in schema["properties"].items():
+    for name, field in schema["properties"].items():
         low, high = {**RANGES, **COUNTS}.get(name, (None, None))
-        is_boolean = {"type": "boolean"} in known.get("anyOf", ())  # as a chat's logprobs are
+        is_boolean = {"type": "boolean"} in field.get("anyOf", ())  # as a chat's logprobs are
         if low is not None and not is_boolean:
-            known |= {"exclusiveMinimum" if name in ABOVE else "minimum": low, "maximum": high}
+            field |= {"exclusiveMinimum" if name in ABOVE else "minimum": low, "maximum": high}
 
 
 # ---- what the output must conform to

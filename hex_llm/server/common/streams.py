@@ -108,9 +108,9 @@ class ReplyStream:
             for prompt, params, priority, cache_salt in jobs:
                 generating = backend.generate(prompt, params, priority=priority, cache_salt=cache_salt)
                 generations.append(await stack.enter_async_context(generating))
-            news = self._of_one if len(generations) == 1 else _merged
-            async with aclosing(news(generations)) as found:
-                async for one in found:
+            read = self._of_one if len(generations) == 1 else _merged
+            async with aclosing(read(generations)) as news:
+                async for one in news:
                     raise_failure(one.delta)
                     if piece := await shaped(_size(one), partial(self._render, one)):
                         yield piece

@@ -138,15 +138,15 @@ class PreparedChat:
         last = self.request.messages[-1]
         return (last.text or "") if self.request.echo and last.role == "assistant" else ""
 
-    def choice(self, said: CompletionOutput) -> Fields:
+    def choice(self, output: CompletionOutput) -> Fields:
         reader = self.reader()
-        news = reader.add(said.text, ended=True)
-        ids = Listed(said.token_ids) if self.request.return_token_ids else None
+        news = reader.add(output.text, ended=True)
+        ids = Listed(output.token_ids) if self.request.return_token_ids else None
         return {
             "message": self._message(news),
-            "logprobs": self.logprobs(said),
-            **end_of(said),
-            "finish_reason": reader.finish_reason(said.finish_reason),
+            "logprobs": self.logprobs(output),
+            **end_of(output),
+            "finish_reason": reader.finish_reason(output.finish_reason),
             **given({"token_ids": ids}),
         }
 
@@ -156,9 +156,9 @@ class PreparedChat:
         spoken = {"role": "assistant", "content": content or (None if calls else "")}
         return {**spoken, **news, **({"tool_calls": calls} if calls else {})}
 
-    def logprobs(self, said: CompletionOutput | Delta) -> Fields | None:
+    def logprobs(self, output: CompletionOutput | Delta) -> Fields | None:
         as_ids = self.request.return_tokens_as_token_ids
-        return logprobs.of_chat(self.tokenizer, said, self.params.logprobs or 0, as_ids=as_ids)
+        return logprobs.of_chat(self.tokenizer, output, self.params.logprobs or 0, as_ids=as_ids)
 
 
 async def prepare(

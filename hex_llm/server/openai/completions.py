@@ -47,9 +47,9 @@ def _reply(
     as_ids, skip = request.return_tokens_as_token_ids, params.skip_special_tokens
 
     def choice_of(output: RequestOutput, one: CompletionOutput) -> Fields:
-        known = logprobs.of_completion(backend.tokenizer, output, one, skip_special=skip, as_ids=as_ids)
+        of_tokens = logprobs.of_completion(backend.tokenizer, output, one, skip_special=skip, as_ids=as_ids)
         ids = {"token_ids": Listed(one.token_ids)} if _wants_ids(backend, request) else {}
-        return {"text": one.text, "logprobs": known, **end_of(one), **ids}
+        return {"text": one.text, "logprobs": of_tokens, **end_of(one), **ids}
 
     choices = []
     for output in outputs:
@@ -117,7 +117,7 @@ class GrowingText:
         if ended:
             fields["stop_reason"] = delta.stop_reason
         if delta.logprobs is not None:
-            fields["logprobs"] = self._known(news, text, delta.logprobs, ended)
+            fields["logprobs"] = self._logprobs_of(news, text, delta.logprobs, ended)
         if self._wants_ids:
             fields["token_ids"] = delta.token_ids
         if self._wants_prompt_ids and not self._begun:
@@ -125,7 +125,7 @@ class GrowingText:
         self._begun = True
         return (fields,)
 
-    def _known(self, news: StreamDelta, text: str, known: Sequence[Logprobs], ended: bool) -> Fields:
+    def _logprobs_of(self, news: StreamDelta, text: str, each: Sequence[Logprobs], ended: bool) -> Fields:
         ids = news.delta.token_ids
         if self._begun:
             self._text += text
@@ -134,10 +134,10 @@ class GrowingText:
             if self._params.echo:
                 assert self._params.logprobs is not None
                 collector = news.generation.collector
-                assert isinstance(known, Named)
+                assert isinstance(each, Named)
                 ids = [*collector.request.prompt_ids, *ids]
-                known = collector.prompt_logprobs(self._params.logprobs, {}) + known
-        return self._logprobs.add(ids, known, self._text, ended=ended)
+                each = collector.prompt_logprobs(self._params.logprobs, {}) + each
+        return self._logprobs.add(ids, each, self._text, ended=ended)
 
 
 async def completion_reply(

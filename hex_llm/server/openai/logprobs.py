@@ -32,13 +32,13 @@ class CompletionLogprobs:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._position = 0
 
-    def add(self, ids: Sequence[int], known: Sequence[Logprobs], text: str, *, ended: bool) -> dict[str, Any]:
-        """Of `ids`, with what is known of each; `text` is all that the choice has shown so far."""
-        ones = (logprobs.get(i) for i, logprobs in zip(ids, known, strict=True))
+    def add(self, ids: Sequence[int], each: Sequence[Logprobs], text: str, *, ended: bool) -> dict[str, Any]:
+        """Of `ids`, with the candidates for each; `text` is all that the choice has shown so far."""
+        ones = (candidates.get(i) for i, candidates in zip(ids, each, strict=True))
         return {
             "tokens": Listed(self._name(i) for i in ids),
             "token_logprobs": Listed(None if one is None else finite(one.logprob) for one in ones),
-            "top_logprobs": Listed(self._by_name(one) or None for one in known),
+            "top_logprobs": Listed(self._by_name(one) or None for one in each),
             "text_offset": Listed(min(self._offset(i, text), len(text) if ended else MAX_INT) for i in ids),
         }
 
@@ -57,10 +57,10 @@ class CompletionLogprobs:
             _id_name(token_id) if self._as_ids or self._tokenizer is None else self._tokenizer.shown(token_id)
         )
 
-    def _by_name(self, known: Logprobs) -> dict[str, float]:
+    def _by_name(self, candidates: Logprobs) -> dict[str, float]:
         """Of tokens that look alike, the likeliest."""
         by_name: dict[str, float] = {}
-        for token_id, one in sorted(known.items(), key=_rank):
+        for token_id, one in sorted(candidates.items(), key=_rank):
             name = None if self._as_ids else one.decoded_token
             by_name.setdefault(name or _id_name(token_id), finite(one.logprob))
         return by_name
@@ -92,9 +92,9 @@ def of_chat(
         name = _id_name(token_id) if as_ids else one.decoded_token
         return {"token": name, "logprob": finite(one.logprob), "bytes": tokenizer.byte_values(token_id)}
 
-    def entry_with_top(token_id: int, known: Logprobs) -> dict[str, Any]:
-        top = [entry(*item) for item in sorted(known.items(), key=_rank)[:num_top]]
-        return {**entry(token_id, known[token_id]), "top_logprobs": top}
+    def entry_with_top(token_id: int, candidates: Logprobs) -> dict[str, Any]:
+        top = [entry(*item) for item in sorted(candidates.items(), key=_rank)[:num_top]]
+        return {**entry(token_id, candidates[token_id]), "top_logprobs": top}
 
     pairs = zip(choice.token_ids, choice.logprobs, strict=True)
     return {"content": Listed(entry_with_top(*pair) for pair in pairs), "refusal": None}
@@ -109,9 +109,9 @@ def of_prompt(request: RequestOutput) -> Listed | None:
         return None
     return Listed(
         None
-        if known is None
-        else {i: {**vars(one), "logprob": finite(one.logprob)} for i, one in known.items()}
-        for known in request.prompt_logprobs
+        if candidates is None
+        else {i: {**vars(one), "logprob": finite(one.logprob)} for i, one in candidates.items()}
+        for candidates in request.prompt_logprobs
     )
 
 

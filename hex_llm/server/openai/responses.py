@@ -113,14 +113,14 @@ class Growing:
 
     def end(self, output: RequestOutput) -> bytes:
         """After `count`."""
-        said = output.outputs[0]
-        assert said.finish_reason is not None
-        status = ENDS.get(said.finish_reason, "cancelled")
+        choice = output.outputs[0]
+        assert choice.finish_reason is not None
+        status = ENDS.get(choice.finish_reason, "cancelled")
         events = list(self._close(status if status == "completed" else "incomplete"))
         if not self.response["output"]:  # a reply without words is one
             events += [*self._open("message"), *self._close("completed")]
         self.response["status"] = status
-        if said.finish_reason is FinishReason.LENGTH:
+        if choice.finish_reason is FinishReason.LENGTH:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         last = "completed" if status == "completed" else "incomplete"
         return b"".join([*events, self._event(last, response=self.response)])
@@ -137,8 +137,8 @@ class Growing:
         if self._item is None or self._item["type"] != kind:
             yield from self._close("completed")
             yield from self._open(kind)
-        known: Fields = {"logprobs": Listed(self._new_logprobs)} if kind == "message" else {}
-        yield self._event(f"{PARTS[kind]}.delta", **self._where(), content_index=0, delta=text, **known)
+        logprobs: Fields = {"logprobs": Listed(self._new_logprobs)} if kind == "message" else {}
+        yield self._event(f"{PARTS[kind]}.delta", **self._where(), content_index=0, delta=text, **logprobs)
         self._texts.append(text)
         self._logprobs += self._new_logprobs
         self._new_logprobs = []
@@ -174,8 +174,8 @@ class Growing:
             self._logprobs += self._new_logprobs
             kind, part = PARTS[item["type"]], self._part()
             item["content"] = [part]
-            known: Fields = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            yield self._event(f"{kind}.done", **where, content_index=0, text=text, **known)
+            logprobs: Fields = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+            yield self._event(f"{kind}.done", **where, content_index=0, text=text, **logprobs)
             yield self._event("content_part.done", **where, content_index=0, part=part)
         else:
             item["arguments"] = text

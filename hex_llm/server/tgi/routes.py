@@ -211,8 +211,8 @@ class _Describer:
         special = not data(token_id, True) and bool(data(token_id, False))
         return {"id": token_id, "text": text, "logprob": finite(logprob), "special": special}
 
-    def likeliest(self, known: Logprobs) -> list[Json]:
-        ranked = sorted((one.rank, i, one) for i, one in known.items() if one.rank <= self.num_top)
+    def likeliest(self, candidates: Logprobs) -> list[Json]:
+        ranked = sorted((one.rank, i, one) for i, one in candidates.items() if one.rank <= self.num_top)
         return [self.token(i, one.decoded_token or "", one.logprob) for _, i, one in ranked]
 
     def choice(self, choice: CompletionOutput) -> Json:
@@ -228,8 +228,8 @@ class _Describer:
 
     def tokens(self, token_ids: list[int], logprobs: list[Logprobs]) -> Iterator[Json]:
         text_of, last = self.texts(), len(token_ids) - 1
-        for i, (token_id, known) in enumerate(zip(token_ids, logprobs, strict=True)):
-            yield self.token(token_id, text_of(token_id, i == last), known[token_id].logprob)
+        for i, (token_id, candidates) in enumerate(zip(token_ids, logprobs, strict=True)):
+            yield self.token(token_id, text_of(token_id, i == last), candidates[token_id].logprob)
 
     def end(self, choice: CompletionOutput) -> Json:
         assert self.params.seed is not None
@@ -240,8 +240,10 @@ class _Describer:
 
     def prefill(self) -> Iterator[Json]:
         """Nothing precedes the first token, so it has no log-probability."""
-        for i, known in zip(self.output.prompt_token_ids, self.output.prompt_logprobs or (), strict=False):
-            logprob = None if known is None else finite(known[i].logprob)
+        for i, candidates in zip(
+            self.output.prompt_token_ids, self.output.prompt_logprobs or (), strict=False
+        ):
+            logprob = None if candidates is None else finite(candidates[i].logprob)
             yield {"id": i, "text": self.tokenizer.shown(i), "logprob": logprob}
 
 
@@ -270,9 +272,9 @@ def _told(
     assert delta.logprobs is not None
     last = -1 if end is NOT_ENDED else len(delta.token_ids) - 1
     events = []
-    for i, (token_id, known) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
-        token = describe.token(token_id, text_of(token_id, i == last), known[token_id].logprob)
-        top = {"top_tokens": describe.likeliest(known)} if describe.num_top else {}
+    for i, (token_id, candidates) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
+        token = describe.token(token_id, text_of(token_id, i == last), candidates[token_id].logprob)
+        top = {"top_tokens": describe.likeliest(candidates)} if describe.num_top else {}
         ended = end if i == last else NOT_ENDED
         events.append(event({"index": index + i + 1, "token": token, **top, **ended}))
     if end is not NOT_ENDED and last < 0:  # ended without a token, but an event must bear one

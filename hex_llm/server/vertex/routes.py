@@ -169,7 +169,7 @@ def _at(index: int, value: Any, elsewhere: Any, num: int) -> list[Any]:
 
 def _logprob(delta: Delta) -> float:
     assert delta.logprobs is not None
-    return sum(known[i].logprob for i, known in zip(delta.token_ids, delta.logprobs, strict=True))
+    return sum(candidates[i].logprob for i, candidates in zip(delta.token_ids, delta.logprobs, strict=True))
 
 
 # ---- routes
