@@ -205,9 +205,7 @@ class OutputCollector:
             choice.stop_reason,
             choice.cumulative_logprob if choice.logprobs else None,
             logprobs,
-            choice.error,
-            choice.error_param,
-            choice.error_is_busy,
+            *choice.failure,
         )
 
     def _prompt_text(self) -> str:
@@ -229,9 +227,7 @@ class _Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str = ""
-    error_param: str | None = None
-    error_is_busy: bool = False
+    failure: tuple[str, str | None, bool] = ("", None, False)  # the update's error, param and is_busy
     # What a reader of deltas has got:
     num_told: int = 0  # tokens
     num_pieces_told: int = 0
@@ -250,7 +246,7 @@ class _Choice:
             self.logprobs += update.logprobs
         if ended:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_token_id
-            self.error, self.error_param, self.error_is_busy = update.error, update.param, update.is_busy
+            self.failure = update.error, update.param, update.is_busy
         if detokenizer is not None and detokenizer.stopped_by is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, detokenizer.stopped_by
             del self.token_ids[detokenizer.num_tokens :]
@@ -279,8 +275,7 @@ class _Choice:
         text = self.pieces[first] if num_pieces - first == 1 else "".join(self.pieces[first:])
         ids = self.token_ids[start:]
         logprobs = None if name is None else name(ids, self.logprobs[start:])
-        end = self.finish_reason, self.stop_reason, self.error, self.error_param, self.error_is_busy
-        return Delta(self.index, text, ids, logprobs, *end)
+        return Delta(self.index, text, ids, logprobs, self.finish_reason, self.stop_reason, *self.failure)
 
 
 def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:

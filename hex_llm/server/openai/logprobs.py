@@ -53,9 +53,9 @@ class CompletionLogprobs:
         return offset
 
     def _name(self, token_id: int) -> str:
-        return (
-            _id_name(token_id) if self._as_ids or self._tokenizer is None else self._tokenizer.shown(token_id)
-        )
+        if self._as_ids or self._tokenizer is None:
+            return _id_name(token_id)
+        return self._tokenizer.shown(token_id)
 
     def _by_name(self, candidates: Logprobs) -> dict[str, float]:
         """Of tokens that look alike, the likeliest."""

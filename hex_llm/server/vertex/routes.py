@@ -90,7 +90,7 @@ def _reply(
     }
     if any(request.raw_response for request in requests):
         reply["output_token_counts"] = [len(choice.token_ids) for _, _, choice in each]
-        reply["cumulative_logprobs"] = [_sum(choice) for _, _, choice in each]
+        reply["cumulative_logprobs"] = [_finite(choice.cumulative_logprob) for _, _, choice in each]
     if any(request.logprobs is not None for request in requests):
         reply["logprobs"] = [_logprobs(backend, *one) for one in each]
     if any(request.prompt_logprobs is not None for request in requests):
@@ -98,8 +98,7 @@ def _reply(
     return reply
 
 
-def _sum(choice: CompletionOutput) -> float | None:
-    logprob = choice.cumulative_logprob
+def _finite(logprob: float | None) -> float | None:
     return logprob if logprob is not None and math.isfinite(logprob) else None
 
 
@@ -157,7 +156,7 @@ def pieces(backend: Backend, request: GenerateRequest) -> ReplyStream:
         if request.raw_response:
             sums[delta.index] += _logprob(delta)
             piece["output_token_counts"] = _at(delta.index, len(delta.token_ids), 0, params.n)
-            piece["cumulative_logprobs"] = [one if math.isfinite(one) else None for one in sums]
+            piece["cumulative_logprobs"] = [_finite(one) for one in sums]
         return encode(piece) + b"\0"
 
     return ReplyStream(backend, [Job(request.prompt, params, request.priority, request.cache_salt)], render)
