@@ -108,12 +108,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
+        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
     ) -> AsyncIterator[Generation]:
         """A request under way; leaving it before its end aborts it. Raises what is wrong with it."""
         self._check_ready()
@@ -130,12 +125,7 @@ class EngineClient:
             yield generation
 
     async def complete(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
+        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
     ) -> RequestOutput:
         """The whole output, once it is there; cancelled, the request is aborted."""
         async with self.generate(prompt, params, priority=priority, cache_salt=cache_salt) as generation:

@@ -50,13 +50,13 @@ class Named(Sequence[Logprobs]):
     def __init__(
         self,
         ids: Sequence[int],
-        told: Sequence[TokenLogprobs | None],
+        token_logprobs: Sequence[TokenLogprobs | None],
         num_top: int,
         tokenizer: Tokenizer | None,
         unknown: Any = None,
     ) -> None:
-        num = min(len(ids), len(told))
-        self._ids, self._told = ids[:num], told[:num]
+        num = min(len(ids), len(token_logprobs))
+        self._ids, self._logprobs = ids[:num], token_logprobs[:num]
         self._num_top = num_top
         self._tokenizer = tokenizer
         self._unknown = unknown
@@ -69,24 +69,24 @@ class Named(Sequence[Logprobs]):
     @overload
     def __getitem__(self, place: slice) -> list[Logprobs]: ...
     def __getitem__(self, place: int | slice) -> Logprobs | list[Logprobs]:
-        return (
-            list(self)[place] if isinstance(place, slice) else self._of(self._ids[place], self._told[place])
-        )
+        if isinstance(place, slice):
+            return list(self)[place]
+        return self._of(self._ids[place], self._logprobs[place])
 
     def __iter__(self) -> Iterator[Logprobs]:
-        return map(self._of, self._ids, self._told)
+        return map(self._of, self._ids, self._logprobs)
 
     def __add__(self, other: Named) -> Named:
-        ids, told = [*self._ids, *other._ids], [*self._told, *other._told]
-        return Named(ids, told, self._num_top, self._tokenizer, self._unknown)
+        ids, token_logprobs = [*self._ids, *other._ids], [*self._logprobs, *other._logprobs]
+        return Named(ids, token_logprobs, self._num_top, self._tokenizer, self._unknown)
 
-    def _of(self, token_id: int, told: TokenLogprobs | None) -> Logprobs:
-        if told is None:
+    def _of(self, token_id: int, token: TokenLogprobs | None) -> Logprobs:
+        if token is None:
             unknown: Logprobs = self._unknown
             return unknown
-        top = zip(told.top_ids[: self._num_top], told.top_logprobs[: self._num_top], strict=True)
-        known = {i: Logprob(value, rank, self._name(i)) for rank, (i, value) in enumerate(top, 1)}
-        return {token_id: Logprob(told.logprob, told.rank, self._name(token_id)), **known}
+        top = zip(token.top_ids[: self._num_top], token.top_logprobs[: self._num_top], strict=True)
+        likeliest = {i: Logprob(value, rank, self._name(i)) for rank, (i, value) in enumerate(top, 1)}
+        return {token_id: Logprob(token.logprob, token.rank, self._name(token_id)), **likeliest}
 
     def _name(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.shown(token_id)
@@ -127,12 +127,10 @@ class OutputCollector:
         self.prompt = prompt
         self.num_cached = 0
         self._tokenizer = tokenizer
+        echoed = [self._prompt_text()] if request.params.echo else []
         self._choices = [
-            _Choice(i, _detokenizer(request, tokenizer)) for i in range(request.params.num_choices)
+            _Choice(i, _detokenizer(request, tokenizer), [*echoed]) for i in range(request.params.num_choices)
         ]
-        if request.params.echo:
-            for choice in self._choices:
-                choice.pieces.append(self._prompt_text())
         self._num_open = len(self._choices)
         self._prompt_logprobs: list[TokenLogprobs] = []
 
@@ -162,8 +160,8 @@ class OutputCollector:
 
         An echo's text comes first. All choices are told, also where only the likeliest are wanted.
         """
-        named = None if self.request.params.logprobs is None else self._named_of_choice
-        return [delta for choice in self._choices if (delta := choice.take_news(named)) is not None]
+        name = None if self.request.params.logprobs is None else self._named_of_choice
+        return [delta for choice in self._choices if (delta := choice.take_news(name)) is not None]
 
     def output(self, *, named_late: bool = False) -> RequestOutput:
         """Everything so far. Where more choices were made than are wanted, the likeliest per token.
@@ -175,21 +173,21 @@ class OutputCollector:
         choices = self._choices
         if len(choices) > params.n:
             choices = sorted(choices, key=_Choice.likelihood, reverse=True)[: params.n]
-        asked = params.prompt_logprobs
+        num_top = params.prompt_logprobs
         return RequestOutput(
             self.request.request_id,
             self.request.prompt_ids,
             [self._completion(i, choice, listed) for i, choice in enumerate(choices)],
             self.prompt,
-            None if asked is None else listed(self.prompt_logprobs(asked)),
+            None if num_top is None else listed(self.prompt_logprobs(num_top)),
             self.num_cached,
             self.finished,
         )
 
     def prompt_logprobs(self, num_top: int, unknown: Any = None) -> Named:
         """One for each token of the prompt, as far as they have come; nothing precedes the first."""
-        told = [None, *self._prompt_logprobs]
-        return Named(self.request.prompt_ids, told, num_top, self._tokenizer, unknown)
+        token_logprobs = [None, *self._prompt_logprobs]
+        return Named(self.request.prompt_ids, token_logprobs, num_top, self._tokenizer, unknown)
 
     def _completion(
         self, index: int, choice: _Choice, listed: Callable[[Named], list[Logprobs]]
@@ -207,9 +205,7 @@ class OutputCollector:
             choice.stop_reason,
             choice.cumulative_logprob if choice.logprobs else None,
             logprobs,
-            choice.error,
-            choice.error_param,
-            choice.error_is_busy,
+            *choice.failure,
         )
 
     def _prompt_text(self) -> str:
@@ -218,8 +214,8 @@ class OutputCollector:
             return self.prompt or ""
         return self._tokenizer.decode(self.request.prompt_ids, skip_special_tokens=params.skip_special_tokens)
 
-    def _named_of_choice(self, token_ids: list[int], told: list[TokenLogprobs]) -> Named:
-        return Named(token_ids, told, MAX_LOGPROBS, self._tokenizer)
+    def _named_of_choice(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Named:
+        return Named(token_ids, logprobs, MAX_LOGPROBS, self._tokenizer)
 
 
 @dataclass(eq=False, slots=True)
@@ -231,9 +227,7 @@ class _Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str = ""
-    error_param: str | None = None
-    error_is_busy: bool = False
+    failure: tuple[str, str | None, bool] = ("", None, False)  # the update's error, param and is_busy
     # What a reader of deltas has got:
     num_told: int = 0  # tokens
     num_pieces_told: int = 0
@@ -252,7 +246,7 @@ class _Choice:
             self.logprobs += update.logprobs
         if ended:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_token_id
-            self.error, self.error_param, self.error_is_busy = update.error, update.param, update.is_busy
+            self.failure = update.error, update.param, update.is_busy
         if detokenizer is not None and detokenizer.stopped_by is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, detokenizer.stopped_by
             del self.token_ids[detokenizer.num_tokens :]
@@ -270,9 +264,9 @@ class _Choice:
         return -math.inf if failed or not self.logprobs else self.cumulative_logprob / len(self.logprobs)
 
     def take_news(
-        self, named: Callable[[list[int], list[TokenLogprobs]], Sequence[Logprobs]] | None
+        self, name: Callable[[list[int], list[TokenLogprobs]], Sequence[Logprobs]] | None
     ) -> Delta | None:
-        """What is new since the last call, if anything is; `named` makes the log-probabilities, if wanted."""
+        """What is new since the last call, if anything is; `name` makes the log-probabilities, if wanted."""
         start, first, ended = self.num_told, self.num_pieces_told, self.finish_reason is not None
         num_tokens, num_pieces = len(self.token_ids), len(self.pieces)
         if start == num_tokens and first == num_pieces and (self.end_is_told or not ended):
@@ -280,9 +274,8 @@ class _Choice:
         self.num_told, self.num_pieces_told, self.end_is_told = num_tokens, num_pieces, ended
         text = self.pieces[first] if num_pieces - first == 1 else "".join(self.pieces[first:])
         ids = self.token_ids[start:]
-        logprobs = None if named is None else named(ids, self.logprobs[start:])
-        end = self.finish_reason, self.stop_reason, self.error, self.error_param, self.error_is_busy
-        return Delta(self.index, text, ids, logprobs, *end)
+        logprobs = None if name is None else name(ids, self.logprobs[start:])
+        return Delta(self.index, text, ids, logprobs, self.finish_reason, self.stop_reason, *self.failure)
 
 
 def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:

@@ -312,9 +312,8 @@ def _descendants(pid: int) -> Iterable[int]:
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             # The name before these may hold anything, also brackets.
-            parents[int(file.parent.name)] = int(
-                file.read_text(errors="replace").rpartition(")")[2].split()[1]
-            )
+            numbers = file.read_text(errors="replace").rpartition(")")[2].split()
+            parents[int(file.parent.name)] = int(numbers[1])
     family = [pid]
     for one in family:
         family += [child for child, parent in parents.items() if parent == one]

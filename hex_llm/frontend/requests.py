@@ -137,12 +137,11 @@ class Room:
 
     def __init__(self) -> None:
         self._num_preparing = 0  # sequences
-        self._num_sent = 0
         self._sent: dict[str, int] = {}  # of each request, those whose ends the engine has not told yet
 
     @property
     def num_sequences(self) -> int:
-        return self._num_preparing + self._num_sent
+        return self._num_preparing + sum(self._sent.values())
 
     @property
     def num_requests(self) -> int:
@@ -170,22 +169,16 @@ class Room:
 
     def send(self, request_id: str, num_sequences: int) -> None:
         self._sent[request_id] = num_sequences
-        self._num_sent += num_sequences
 
     def settle(self, request_id: str, num_sequences: int | None = None) -> None:
         """The engine has told the end of so many of its sequences; None: of all."""
-        there = self._sent.get(request_id, 0)
-        ended = there if num_sequences is None else min(num_sequences, there)
-        self._num_sent -= ended
-        if there > ended:
-            self._sent[request_id] = there - ended
-        else:
-            self._sent.pop(request_id, None)
+        num_before = self._sent.pop(request_id, 0)
+        if num_sequences is not None and num_before > num_sequences:
+            self._sent[request_id] = num_before - num_sequences
 
     def clear(self) -> None:
         """The engine has gone, and all that were sent to it."""
         self._sent.clear()
-        self._num_sent = 0
 
 
 class Observer:

@@ -163,20 +163,9 @@ class Reader(Generic[T]):
 
 
 # Steps whose log-probabilities are not decoded yet.
-_RAW = {"logprobs": list[msgspec.Raw], "prompt_logprobs": list[msgspec.Raw]}
-_field: Any = msgspec.field
-_RawUpdate: Any = msgspec.defstruct(
-    "_RawUpdate",
-    [
-        (
-            one.name,
-            _RAW.get(one.name, one.type),
-            _field(default=one.default, default_factory=one.default_factory),
-        )
-        for one in msgspec.structs.fields(Update)
-    ],
-    array_like=True,
-)
+class _RawUpdate(Update):
+    logprobs: list[msgspec.Raw] = msgspec.field(default_factory=list)  # type: ignore[assignment]
+    prompt_logprobs: list[msgspec.Raw] = msgspec.field(default_factory=list)  # type: ignore[assignment]
 
 
 class _RawStep(msgspec.Struct, tag=Step.__name__):
@@ -189,9 +178,12 @@ _RAW_STEP = msgspec.msgpack.Decoder(_RawStep)
 _LOGPROBS = msgspec.msgpack.Decoder(TokenLogprobs)
 
 
-def _update(raw: Any) -> Update:
-    fields = msgspec.structs.asdict(raw)
-    return Update(**fields | {name: [_LOGPROBS.decode(one) for one in fields[name]] for name in _RAW})
+def _update(raw: _RawUpdate) -> Update:
+    decoded = {
+        "logprobs": [_LOGPROBS.decode(one) for one in raw.logprobs],
+        "prompt_logprobs": [_LOGPROBS.decode(one) for one in raw.prompt_logprobs],
+    }
+    return Update(**msgspec.structs.asdict(raw) | decoded)
 
 
 # ---- sockets

@@ -16,7 +16,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from hex_llm.server.common.replies import INLINE_WRITER
+from hex_llm.server.common.streams import INLINE_WRITER
 from hex_llm.server.gate import MAX_HEAD
 
 LINGER_S = 2  # what a client gets to send the rest of a body that nobody reads
@@ -35,8 +35,8 @@ class Connection(HttpToolsProtocol):
     """Requests that a client sends before it has its reply wait: as bytes, but for the few that come in one
     piece with the end of the one that is answered."""
 
-    def __init__(self, receive_s: float, send_s: float, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, receive_s: float, send_s: float, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.receive_s, self.send_s = receive_s, send_s
         self.open_cycles: deque[RequestResponseCycle] = deque()  # the first is being answered
         self.is_in_body = False

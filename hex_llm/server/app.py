@@ -15,7 +15,7 @@ from hex_llm.errors import HexError
 from hex_llm.server import metrics as measured
 from hex_llm.server import page, tokens
 from hex_llm.server.common.backend import Backend
-from hex_llm.server.common.replies import error, invalid_body, problem_of
+from hex_llm.server.common.replies import error, problem_of
 from hex_llm.server.docs import add_docs
 from hex_llm.server.gate import OPEN_PATHS, Gate, all_routes
 from hex_llm.server.metrics import Metrics
@@ -57,11 +57,9 @@ def methods_at(app: FastAPI, request: Request) -> set[str]:
 
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, problem: RequestValidationError) -> Response:
-        return error(*problem_of(invalid_body(problem)))
-
     @app.exception_handler(HexError)
-    async def failed(_: Request, problem: HexError) -> Response:
+    @app.exception_handler(Exception)
+    async def failed(_: Request, problem: Exception) -> Response:
         return error(*problem_of(problem))
 
     @app.exception_handler(HTTPException)
@@ -71,7 +69,3 @@ def add_error_handlers(app: FastAPI) -> None:
         if "allow" in reply.headers:
             reply.headers["allow"] = ", ".join(sorted(methods_at(app, request)))
         return reply
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, problem: Exception) -> Response:
-        return error(*problem_of(problem))

@@ -73,28 +73,16 @@ ABOUT = {
     504: "The request has taken longer than --request_timeout.",
 }
 GATE, WITH_BODY, TGI = (401, 500, 503), (400, 408, 413, 429, 504), (422, 424, 429, 500)
+
+
+def _object(**properties: Schema) -> Schema:
+    return {"type": "object", "required": [*properties], "properties": properties}
+
+
+TEXT, TEXT_OR_NULL, NUMBER = {"type": "string"}, {"type": ["string", "null"]}, {"type": "integer"}
 ERRORS: Schema = {
-    "Error": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "param", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": "integer"},
-                },
-            }
-        },
-    },
-    "TgiError": {
-        "type": "object",
-        "required": ["error", "error_type"],
-        "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
-    },
+    "Error": _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=NUMBER)),
+    "TgiError": _object(error=TEXT, error_type=TEXT),
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
@@ -146,10 +134,10 @@ def described(app: FastAPI) -> Schema:
 def _add_kinds(schemas: Schema) -> dict[type[Body], Schema]:
     """References to the kinds of BODIES. One that has a namesake is here so that both get long names."""
     kinds = {ResponsesRequest: None} | {kind: None for several in BODIES.values() for kind in several}
-    refs, found = models_json_schema(
+    refs, definitions = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
     )
-    schemas.update(found["$defs"])
+    schemas.update(definitions["$defs"])
     return {kind: ref for (kind, _), ref in refs.items()}  # type: ignore[misc]
 
 
@@ -174,8 +162,8 @@ def _describe(operation: Schema, route: APIRoute, method: str) -> None:
 
 
 def _error(status: int, *shapes: str) -> Schema:
-    named = [{"$ref": f"#/components/schemas/{shape}"} for shape in shapes or ("Error",)]
-    content = {"application/json": {"schema": named[0] if len(named) == 1 else {"anyOf": named}}}
+    refs = [{"$ref": f"#/components/schemas/{shape}"} for shape in shapes or ("Error",)]
+    content = {"application/json": {"schema": refs[0] if len(refs) == 1 else {"anyOf": refs}}}
     return {"description": ABOUT[status], "content": content}
 
 
@@ -197,6 +185,6 @@ def _operations(schema: Schema) -> Iterator[str]:
                 f"<pre>{escape(json.dumps(operation, indent=2))}</pre></details>"
             )
     yield "<h2>Schemas</h2>"
-    for name, known in sorted(schema["components"]["schemas"].items()):
-        shown = escape(json.dumps(known, indent=2))
+    for name, component in sorted(schema["components"]["schemas"].items()):
+        shown = escape(json.dumps(component, indent=2))
         yield f"<details><summary><code>{escape(name)}</code></summary><pre>{shown}</pre></details>"

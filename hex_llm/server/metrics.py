@@ -78,24 +78,16 @@ class Metrics(Observer):
         self._prompt_tokens = self._count("vllm:prompt_tokens", "Prefill tokens processed.")
         self._cached_tokens = self._count("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.")
         self._output_tokens = self._count("vllm:generation_tokens", "Generation tokens processed.")
-        self._ends = Counter(
-            "vllm:request_success",
-            "Finished requests.",
-            ("model_name", "finished_reason"),
-            registry=self.registry,
-        )
+        of_end = ("model_name", "finished_reason")
+        self._ends = Counter("vllm:request_success", "Finished requests.", of_end, registry=self.registry)
         for reason in ("stop", "length", "abort", "error"):
             self._ends.labels(model_name, reason)
         self._phases = self._phase_times()
         self._lag = self._times(LAG, "hex_llm")(
             "event_loop_lag_seconds", "How much later than due the event loop came to something."
         )
-        self._http = Counter(
-            "hex_llm:http_requests",
-            "HTTP requests.",
-            ("method", "route", "status"),
-            registry=self.registry,
-        )
+        of_http = ("method", "route", "status")
+        self._http = Counter("hex_llm:http_requests", "HTTP requests.", of_http, registry=self.registry)
 
     # ---- what happens
 
@@ -280,11 +272,7 @@ def routes(backend: Backend, metrics: Metrics) -> APIRouter:
     @router.get("/stats")
     async def stats() -> dict[str, Any]:
         """The state of the engine in a few numbers."""
-        about = {
-            "model": backend.model_name,
-            "max_model_len": backend.max_len,
-            "version": __version__,
-        }
+        about = {"model": backend.model_name, "max_model_len": backend.max_len, "version": __version__}
         return {**metrics.now(), **about}
 
     return router

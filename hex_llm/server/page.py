@@ -52,17 +52,14 @@ class PageFile:
 
 def read_files() -> dict[str, PageFile]:
     """Every file of the page under the path that it is served at; the page itself is at /."""
-    found = {}
+    files = {}
     for path in sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES):
         body = path.read_bytes()
-        # Weak: it stands for the packed body, too.
-        file = PageFile(body, gzip.compress(body, mtime=0), TYPES[path.suffix], f'W/"{_digest(body)}"')
-        found["/" if path.name == "index.html" else f"/page/{path.name}"] = file
-    return found
-
-
-def _digest(body: bytes) -> str:
-    return sha256(body).hexdigest()[:16]
+        etag = f'W/"{sha256(body).hexdigest()[:16]}"'  # weak: it stands for the packed body, too
+        files["/" if path.name == "index.html" else f"/page/{path.name}"] = PageFile(
+            body, gzip.compress(body, mtime=0), TYPES[path.suffix], etag
+        )
+    return files
 
 
 FILES = read_files()

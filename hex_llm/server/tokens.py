@@ -73,18 +73,6 @@ async def tokenize(backend: Backend, config: ServerConfig, request: Request, bod
     return Whole(len(ids), lambda: {**counts, "tokens": Listed(ids), "token_strs": names})
 
 
-def tokenizer_info(backend: Backend) -> Json:
-    tokenizer = _tokenizer(backend)
-    return {
-        "tokenizer_class": type(tokenizer.codec).__name__,
-        "vocab_size": tokenizer.vocab_size,
-        "model_max_length": backend.max_len,
-        "eos_token_ids": list(tokenizer.eos_ids),
-        "chat_template": tokenizer.chat_template,
-        **tokenizer.special_tokens,
-    }
-
-
 # ---- TGI's
 
 
@@ -150,7 +138,15 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
 
     @router.get("/tokenizer_info")
     async def tokenizer_info_route() -> Json:
-        return tokenizer_info(backend)
+        tokenizer = _tokenizer(backend)
+        return {
+            "tokenizer_class": type(tokenizer.codec).__name__,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": backend.max_len,
+            "eos_token_ids": list(tokenizer.eos_ids),
+            "chat_template": tokenizer.chat_template,
+            **tokenizer.special_tokens,
+        }
 
     async def chat_tokenize(body: ChatRequest) -> Response:
         talk = await prepare(backend, body, config, only_prompt=True)

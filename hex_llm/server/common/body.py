@@ -30,61 +30,32 @@ from pydantic_core import PydanticCustomError
 from hex_llm.errors import InvalidRequest, one_line
 from hex_llm.sampling_params import ABOVE, COUNTS, RANGES, SamplingParams, StructuredOutputs
 
+
+def _only(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
+    return dict.fromkeys(names.split(), values)
+
+
 # Also fields that other routes know: clients send one set of options everywhere.
-INERT: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "annotations": ([],),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "disable_additional_properties": (False,),
-    "disable_any_whitespace": (False,),
-    "disable_fallback": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": (),
-    "functions": ([],),
-    "include_obfuscation": (False,),
-    "include_reasoning": (True,),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logprob_token_ids": ([],),
-    "metadata": ({},),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "name": (),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_embeds": (),
-    "reasoning": (),
-    "reasoning_content": (),
-    "reasoning_effort": (),
-    "refusal": (),
-    "repetition_detection": (),
-    "request_id": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "stream": (False,),
-    "stream_interval": (1,),
-    "stream_options": (),
-    "structural_tag": (),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncation_side": ("left",),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "whitespace_pattern": (),
-}
+INERT: dict[str, tuple[Any, ...]] = (
+    _only("audio chat_template function_call name prediction prompt_embeds reasoning reasoning_content")
+    | _only("reasoning_effort refusal repetition_detection request_id stream_options structural_tag")
+    | _only("thinking_token_budget web_search_options whitespace_pattern")
+    | _only("annotations documents functions logprob_token_ids tool_calls tools", [])
+    | _only("chat_template_kwargs kv_transfer_params metadata mm_processor_kwargs", {})
+    | _only("add_generation_prompt add_special_tokens include_reasoning spaces_between_special_tokens", True)
+    | _only("continue_final_message disable_additional_properties disable_any_whitespace", False)
+    | _only("disable_fallback echo include_obfuscation return_token_ids return_tokens_as_token_ids", False)
+    | _only("store stream use_beam_search", False)
+    | _only("length_penalty stream_interval", 1)
+    | _only("modalities", ["text"])
+    | _only("parallel_tool_calls", True, False)
+    | _only("service_tier", "auto", "default")
+    | _only("suffix", "")
+    | _only("tool_choice", "none", "auto")
+    | _only("top_logprobs", 0)
+    | _only("truncation_side", "left")
+    | _only("verbosity", "medium")
+)
 
 MAX_SCHEMA = 20_000  # values of a JSON schema, or of all tools: made into JSON in some milliseconds
 
@@ -127,14 +98,14 @@ def _described(schema: dict[str, Any], kind: type[Body]) -> None:
     kind.describe(schema)
 
 
-def _or_null(known: dict[str, Any]) -> dict[str, Any]:
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     null = {"type": "null"}
-    if "anyOf" in known:
-        return known if null in known["anyOf"] else {**known, "anyOf": [*known["anyOf"], null]}
-    if not known.keys() & {"type", "$ref", "enum", "const"} or known.get("type") == "null":
-        return known
-    outside: dict[str, Any] = {name: known[name] for name in ("title", "default") if name in known}
-    return {"anyOf": [{n: v for n, v in known.items() if n not in outside}, null], **outside}
+    if "anyOf" in schema:
+        return schema if null in schema["anyOf"] else {**schema, "anyOf": [*schema["anyOf"], null]}
+    if not schema.keys() & {"type", "$ref", "enum", "const"} or schema.get("type") == "null":
+        return schema
+    outside: dict[str, Any] = {name: schema[name] for name in ("title", "default") if name in schema}
+    return {"anyOf": [{n: v for n, v in schema.items() if n not in outside}, null], **outside}
 
 
 class Body(BaseModel):
@@ -150,16 +121,16 @@ class Body(BaseModel):
     def _without_inert(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        known = _fields(cls)
-        kept = {}
+        field_names = _fields(cls)
+        acting = {}
         for name, value in values.items():
-            if name not in known and not _is_inert(name, value):
+            if name not in field_names and not _is_inert(name, value):
                 # pydantic would go on and make a million errors of as many
                 about = {"field": shown(name), "reason": not_built(name)}
                 raise PydanticCustomError("not_built", "{reason}", about)
-            if name in known and value is not None:
-                kept[name] = value
-        return kept
+            if name in field_names and value is not None:
+                acting[name] = value
+        return acting
 
 
 @cache
@@ -172,11 +143,9 @@ def _is_inert(name: str, value: Any) -> bool:
     if value is None:
         return name in INERT
     # True == 1, but a boolean is no number.
-    return any(value == inert and type(value) in _types(inert) for inert in INERT.get(name, ()))
-
-
-def _types(value: Any) -> tuple[type, ...]:
-    return (int, float) if type(value) is int else (type(value),)
+    return any(
+        value == inert and isinstance(value, bool) == isinstance(inert, bool) for inert in INERT.get(name, ())
+    )
 
 
 # ---- a JSON schema with a name
@@ -226,15 +195,11 @@ Prompt = Annotated[str | TokenIds, fault("must be a text or a list of token ids"
 
 def describe_limits(schema: dict[str, Any]) -> None:
     """Those of SamplingParams, for the fields that have its names."""
-    for name, known in schema["properties"].items():
+    for name, field in schema["properties"].items():
         low, high = {**RANGES, **COUNTS}.get(name, (None, None))
-        if low is not None and not _is_boolean(known):
-            known |= {"exclusiveMinimum" if name in ABOVE else "minimum": low, "maximum": high}
-
-
-def _is_boolean(known: dict[str, Any]) -> bool:
-    """A chat's logprobs are."""
-    return {"type": "boolean"} in known.get("anyOf", ())
+        is_boolean = {"type": "boolean"} in field.get("anyOf", ())  # as a chat's logprobs are
+        if low is not None and not is_boolean:
+            field |= {"exclusiveMinimum" if name in ABOVE else "minimum": low, "maximum": high}
 
 
 # ---- what the output must conform to

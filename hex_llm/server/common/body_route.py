@@ -62,7 +62,7 @@ class BodyRoute(APIRoute):
                 return Response(status_code=499)  # which nobody reads, as in unless_gone
             if len(body) >= LARGE_BODY and "json" in request.headers.get("content-type", "").lower():
                 request = LargeRequest(request, body, await read(len(body), partial(_value, kind, body)))
-            elif len(body) < LARGE_BODY and is_suspicious(body):
+            elif len(body) < LARGE_BODY and any(sign in body for sign in SUSPICIOUS):
                 with suppress(ValueError, RecursionError):  # FastAPI tells
                     check_texts(await request.json())
             return await handler(request)
@@ -98,10 +98,6 @@ def _decoded(body: bytes) -> Any:
 # A body with half of a surrogate pair has one of these: an escape, bytes that are not quite UTF-8, or, in
 # UTF-16, zeros. Few others have any.
 SUSPICIOUS = (rb"\ud", rb"\uD", b"\xed", b"\0")
-
-
-def is_suspicious(body: bytes) -> bool:
-    return any(sign in body for sign in SUSPICIOUS)
 
 
 def check_texts(values: Any) -> None:

@@ -19,12 +19,12 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import LONG_TEXT, read
 from hex_llm.frontend.outputs import Delta
-from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server.common.backend import Backend, answer, size_of
 from hex_llm.server.common.body import check_num_values, shown, values_in
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.replies import Job, Listed, ReplyStream, StreamDelta, Whole, streamed, unless_gone
+from hex_llm.server.common.replies import Listed, Whole
+from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.replies import Fields, check_model, chunks, end_of, given, head_of, whole
 from hex_llm.server.openai.schemas import ChatRequest
@@ -42,7 +42,6 @@ from hex_llm.text.tool_calls import (
 )
 from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
-DEFAULTS = ServerConfig()
 # What chat_template_kwargs may not hold: fields of the request say it.
 RESERVED = frozenset(
     (
@@ -71,7 +70,7 @@ async def chat_reply(backend: Backend, request: Request, body: ChatRequest, conf
     return await unless_gone(request, chat(backend, body, config))
 
 
-async def chat(backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS) -> Whole:
+async def chat(backend: Backend, request: ChatRequest, config: ServerConfig) -> Whole:
     talk = await prepare(backend, request, config)
     output = await answer(backend, talk.prompt_ids, request, talk.params)
     head = head_of(backend, request, "chatcmpl", "chat.completion")
@@ -86,23 +85,20 @@ def _reply(talk: PreparedChat, head: Fields, output: RequestOutput) -> Fields:
 
 
 async def stream_chat(
-    backend: Backend, request: ChatRequest, config: ServerConfig = DEFAULTS, *, usage_at_end: bool = False
+    backend: Backend, request: ChatRequest, config: ServerConfig, *, usage_at_end: bool = False
 ) -> ReplyStream:
     """`usage_at_end`: also without `include_usage` the last chunk tells it, as Google's clients expect."""
     talk = await prepare(backend, request, config)
     head = head_of(backend, request, "chatcmpl", "chat.completion.chunk")
     jobs = [Job(talk.prompt_ids, talk.params, request.priority, request.cache_salt)]
 
-    def opening(generation: Generation) -> Fields:
-        return {"prompt_token_ids": generation.collector.request.prompt_ids}
-
     return chunks(
         backend,
         jobs,
         request,
         head | given({"metadata": request.metadata}),
-        lambda: GrowingMessage(talk),
-        opening=opening if request.return_token_ids else None,
+        lambda: GrowingMessage(talk).add,
+        tells_prompt_ids=request.return_token_ids,
         usage_at_end=usage_at_end,
     )
 
@@ -142,27 +138,27 @@ class PreparedChat:
         last = self.request.messages[-1]
         return (last.text or "") if self.request.echo and last.role == "assistant" else ""
 
-    def choice(self, said: CompletionOutput) -> Fields:
+    def choice(self, output: CompletionOutput) -> Fields:
         reader = self.reader()
-        found = reader.add(said.text, ended=True)
-        ids = Listed(said.token_ids) if self.request.return_token_ids else None
+        news = reader.add(output.text, ended=True)
+        ids = Listed(output.token_ids) if self.request.return_token_ids else None
         return {
-            "message": self._message(found),
-            "logprobs": self.logprobs(said),
-            **end_of(said),
-            "finish_reason": reader.finish_reason(said.finish_reason),
+            "message": self._message(news),
+            "logprobs": self.logprobs(output),
+            **end_of(output),
+            "finish_reason": reader.finish_reason(output.finish_reason),
             **given({"token_ids": ids}),
         }
 
-    def _message(self, found: Fields) -> Fields:
-        calls = _joined(found.pop("tool_calls", ()))
-        content = self.echoed + found.pop("content", "")
+    def _message(self, news: Fields) -> Fields:
+        calls = _joined(news.pop("tool_calls", ()))
+        content = self.echoed + news.pop("content", "")
         spoken = {"role": "assistant", "content": content or (None if calls else "")}
-        return {**spoken, **found, **({"tool_calls": calls} if calls else {})}
+        return {**spoken, **news, **({"tool_calls": calls} if calls else {})}
 
-    def logprobs(self, said: CompletionOutput | Delta) -> Fields | None:
+    def logprobs(self, output: CompletionOutput | Delta) -> Fields | None:
         as_ids = self.request.return_tokens_as_token_ids
-        return logprobs.of_chat(self.tokenizer, said, self.params.logprobs or 0, as_ids=as_ids)
+        return logprobs.of_chat(self.tokenizer, output, self.params.logprobs or 0, as_ids=as_ids)
 
 
 async def prepare(
@@ -302,23 +298,23 @@ class Reader:
 
     def add(self, text: str, *, ended: bool) -> Fields:
         """Only what there is."""
-        found: Fields = {}
+        news: Fields = {}
         if self._reasoning is not None:
             reasoning, text = self._reasoning.add(text, ended=ended)
             if reasoning and self._includes_reasoning:
                 # vLLM's newer name beside the one that everybody knows.
-                found["reasoning_content"] = found["reasoning"] = reasoning
+                news["reasoning_content"] = news["reasoning"] = reasoning
         calls: list[CallDelta] = []
         if self._tools is not None:
             delta = self._tools.add(text, ended=ended)
             text, calls = delta.content, delta.calls
         if text:
-            found["content"] = text
-        kept = [_call(call) for call in calls if self._max_calls is None or call.index < self._max_calls]
-        if kept:
+            news["content"] = text
+        allowed = [_call(call) for call in calls if self._max_calls is None or call.index < self._max_calls]
+        if allowed:
             self._has_called = True
-            found["tool_calls"] = kept
-        return found
+            news["tool_calls"] = allowed
+        return news
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
         return "tool_calls" if self._has_called and reason is FinishReason.STOP else reason
@@ -352,20 +348,20 @@ class GrowingMessage:
 
     def add(self, news: StreamDelta) -> Iterable[Fields]:
         delta, ended = news.delta, news.delta.finish_reason is not None
-        found = self._reader.add(delta.text, ended=ended)
+        message = self._reader.add(delta.text, ended=ended)
         wants_ids = self._talk.request.return_token_ids
-        if not (found or ended or delta.logprobs or (wants_ids and delta.token_ids)):
+        if not (message or ended or delta.logprobs or (wants_ids and delta.token_ids)):
             return
         if not self._begun:
             self._begun = True
             first = {"role": "assistant", "content": self._talk.echoed}
             yield {"delta": first, "logprobs": None, "finish_reason": None}
-        fields: Fields = {"delta": found, "logprobs": None, "finish_reason": None}
+        fields: Fields = {"delta": message, "logprobs": None, "finish_reason": None}
         if delta.logprobs:
             fields["logprobs"] = self._talk.logprobs(delta)
         if wants_ids:
             fields["token_ids"] = delta.token_ids
-        if found or delta.logprobs or wants_ids:
+        if message or delta.logprobs or wants_ids:
             yield fields
         if ended:  # on its own: some clients read nothing else from a chunk that also tells the usage
             reason = self._reader.finish_reason(delta.finish_reason)

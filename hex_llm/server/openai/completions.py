@@ -1,7 +1,6 @@
 """OpenAI's /v1/completions and /v1/models.
 
-A request's fields become sampling parameters, and an output
-becomes a reply; the rest is the backend's.
+A request's fields become sampling parameters, and an output becomes a reply; the rest is the backend's.
 """
 
 from __future__ import annotations
@@ -20,16 +19,8 @@ from hex_llm.frontend.outputs import Named
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.common.backend import Backend, answer, size_of, together
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.replies import (
-    Job,
-    Listed,
-    ReplyStream,
-    StreamDelta,
-    Whole,
-    encode,
-    streamed,
-    unless_gone,
-)
+from hex_llm.server.common.replies import Listed, Whole, encode
+from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.replies import Fields, check_model, chunks, end_of, head_of, whole
 from hex_llm.server.openai.schemas import CompletionRequest
@@ -53,6 +44,13 @@ def _reply(
     head: Fields,
     outputs: Sequence[RequestOutput],
 ) -> Fields:
+    as_ids, skip = request.return_tokens_as_token_ids, params.skip_special_tokens
+
+    def choice_of(output: RequestOutput, one: CompletionOutput) -> Fields:
+        of_tokens = logprobs.of_completion(backend.tokenizer, output, one, skip_special=skip, as_ids=as_ids)
+        ids = {"token_ids": Listed(one.token_ids)} if _wants_ids(backend, request) else {}
+        return {"text": one.text, "logprobs": of_tokens, **end_of(one), **ids}
+
     choices = []
     for output in outputs:
         of_prompt: Fields = {}
@@ -60,7 +58,7 @@ def _reply(
             of_prompt["prompt_logprobs"] = msgspec.Raw(encode(logprobs.of_prompt(output)))
         if request.return_token_ids:
             of_prompt["prompt_token_ids"] = Listed(output.prompt_token_ids)
-        choices += [_choice(backend, request, params, output, one) | of_prompt for one in output.outputs]
+        choices += [choice_of(output, one) | of_prompt for one in output.outputs]
     return whole(head, outputs, choices)
 
 
@@ -69,7 +67,7 @@ async def stream_completion(backend: Backend, request: CompletionRequest) -> Rep
     prompts = await _prompts(backend, request, params)
     jobs = [Job(prompt, params, request.priority, request.cache_salt) for prompt in prompts]
     head = head_of(backend, request, *KIND)
-    return chunks(backend, jobs, request, head, lambda: GrowingText(backend, request, params))
+    return chunks(backend, jobs, request, head, lambda: GrowingText(backend, request, params).add)
 
 
 async def _prompts(
@@ -85,21 +83,6 @@ async def _prompts(
         await read(len(prompt), partial(encode_text, prompt)) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
-
-
-def _choice(
-    backend: Backend,
-    request: CompletionRequest,
-    params: SamplingParams,
-    output: RequestOutput,
-    choice: CompletionOutput,
-) -> Fields:
-    as_ids, skip = request.return_tokens_as_token_ids, params.skip_special_tokens
-    known = logprobs.of_completion(backend.tokenizer, output, choice, skip_special=skip, as_ids=as_ids)
-    fields: Fields = {"text": choice.text, "logprobs": known, **end_of(choice)}
-    if _wants_ids(backend, request):
-        fields["token_ids"] = Listed(choice.token_ids)
-    return fields
 
 
 def _wants_ids(backend: Backend, request: CompletionRequest) -> bool:
@@ -134,7 +117,7 @@ class GrowingText:
         if ended:
             fields["stop_reason"] = delta.stop_reason
         if delta.logprobs is not None:
-            fields["logprobs"] = self._known(news, text, delta.logprobs, ended)
+            fields["logprobs"] = self._logprobs_of(news, text, delta.logprobs, ended)
         if self._wants_ids:
             fields["token_ids"] = delta.token_ids
         if self._wants_prompt_ids and not self._begun:
@@ -142,7 +125,7 @@ class GrowingText:
         self._begun = True
         return (fields,)
 
-    def _known(self, news: StreamDelta, text: str, known: Sequence[Logprobs], ended: bool) -> Fields:
+    def _logprobs_of(self, news: StreamDelta, text: str, each: Sequence[Logprobs], ended: bool) -> Fields:
         ids = news.delta.token_ids
         if self._begun:
             self._text += text
@@ -151,10 +134,10 @@ class GrowingText:
             if self._params.echo:
                 assert self._params.logprobs is not None
                 collector = news.generation.collector
-                assert isinstance(known, Named)
+                assert isinstance(each, Named)
                 ids = [*collector.request.prompt_ids, *ids]
-                known = collector.prompt_logprobs(self._params.logprobs, {}) + known
-        return self._logprobs.add(ids, known, self._text, ended=ended)
+                each = collector.prompt_logprobs(self._params.logprobs, {}) + each
+        return self._logprobs.add(ids, each, self._text, ended=ended)
 
 
 async def completion_reply(

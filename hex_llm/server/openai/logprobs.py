@@ -6,7 +6,7 @@ There may be millions: each is shaped when it is encoded.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hex_llm.frontend.outputs import Delta
@@ -32,13 +32,13 @@ class CompletionLogprobs:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._position = 0
 
-    def add(self, ids: Sequence[int], known: Sequence[Logprobs], text: str, *, ended: bool) -> dict[str, Any]:
-        """Of `ids`, with what is known of each; `text` is all that the choice has shown so far."""
-        ones = (logprobs.get(i) for i, logprobs in zip(ids, known, strict=True))
+    def add(self, ids: Sequence[int], each: Sequence[Logprobs], text: str, *, ended: bool) -> dict[str, Any]:
+        """Of `ids`, with the candidates for each; `text` is all that the choice has shown so far."""
+        ones = (candidates.get(i) for i, candidates in zip(ids, each, strict=True))
         return {
             "tokens": Listed(self._name(i) for i in ids),
             "token_logprobs": Listed(None if one is None else finite(one.logprob) for one in ones),
-            "top_logprobs": Listed(self._by_name(one) or None for one in known),
+            "top_logprobs": Listed(self._by_name(one) or None for one in each),
             "text_offset": Listed(min(self._offset(i, text), len(text) if ended else MAX_INT) for i in ids),
         }
 
@@ -53,17 +53,17 @@ class CompletionLogprobs:
         return offset
 
     def _name(self, token_id: int) -> str:
-        return (
-            _id_name(token_id) if self._as_ids or self._tokenizer is None else self._tokenizer.shown(token_id)
-        )
+        if self._as_ids or self._tokenizer is None:
+            return _id_name(token_id)
+        return self._tokenizer.shown(token_id)
 
-    def _by_name(self, known: Logprobs) -> dict[str, float]:
+    def _by_name(self, candidates: Logprobs) -> dict[str, float]:
         """Of tokens that look alike, the likeliest."""
-        found: dict[str, float] = {}
-        for token_id, one in sorted(known.items(), key=_rank):
+        by_name: dict[str, float] = {}
+        for token_id, one in sorted(candidates.items(), key=_rank):
             name = None if self._as_ids else one.decoded_token
-            found.setdefault(name or _id_name(token_id), finite(one.logprob))
-        return found
+            by_name.setdefault(name or _id_name(token_id), finite(one.logprob))
+        return by_name
 
 
 def of_completion(
@@ -83,24 +83,21 @@ def of_completion(
 
 
 def of_chat(
-    tokenizer: Tokenizer,
-    choice: CompletionOutput | Delta,
-    num_top: int,
-    *,
-    as_ids: bool = False,
+    tokenizer: Tokenizer, choice: CompletionOutput | Delta, num_top: int, *, as_ids: bool
 ) -> dict[str, Any] | None:
     if choice.logprobs is None:
         return None
-    return {"content": Listed(_entries(tokenizer, choice, num_top, as_ids)), "refusal": None}
 
+    def entry(token_id: int, one: Logprob) -> dict[str, Any]:
+        name = _id_name(token_id) if as_ids else one.decoded_token
+        return {"token": name, "logprob": finite(one.logprob), "bytes": tokenizer.byte_values(token_id)}
 
-def _entries(
-    tokenizer: Tokenizer, choice: CompletionOutput | Delta, num_top: int, as_ids: bool
-) -> Iterator[dict[str, Any]]:
-    for token_id, known in zip(choice.token_ids, choice.logprobs or (), strict=True):
-        likeliest = sorted(known.items(), key=_rank)[:num_top]
-        top = [_entry(tokenizer, i, one, as_ids) for i, one in likeliest]
-        yield {**_entry(tokenizer, token_id, known[token_id], as_ids), "top_logprobs": top}
+    def entry_with_top(token_id: int, candidates: Logprobs) -> dict[str, Any]:
+        top = [entry(*item) for item in sorted(candidates.items(), key=_rank)[:num_top]]
+        return {**entry(token_id, candidates[token_id]), "top_logprobs": top}
+
+    pairs = zip(choice.token_ids, choice.logprobs, strict=True)
+    return {"content": Listed(entry_with_top(*pair) for pair in pairs), "refusal": None}
 
 
 def _rank(item: tuple[int, Logprob]) -> int:
@@ -112,15 +109,10 @@ def of_prompt(request: RequestOutput) -> Listed | None:
         return None
     return Listed(
         None
-        if known is None
-        else {i: {**vars(one), "logprob": finite(one.logprob)} for i, one in known.items()}
-        for known in request.prompt_logprobs
+        if candidates is None
+        else {i: {**vars(one), "logprob": finite(one.logprob)} for i, one in candidates.items()}
+        for candidates in request.prompt_logprobs
     )
-
-
-def _entry(tokenizer: Tokenizer, token_id: int, one: Logprob, as_ids: bool) -> dict[str, Any]:
-    name = _id_name(token_id) if as_ids else one.decoded_token
-    return {"token": name, "logprob": finite(one.logprob), "bytes": tokenizer.byte_values(token_id)}
 
 
 def _id_name(token_id: int) -> str:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest, UnknownModel
 from hex_llm.frontend.requests import Generation
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body import shown
-from hex_llm.server.common.replies import DONE, Job, ReplyStream, StreamDelta, encode, event, refuse_best_of
+from hex_llm.server.common.replies import DONE, encode, event
+from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, refuse_best_of
 from hex_llm.server.openai.schemas import OpenAIRequest, StreamOptions
 from hex_llm.types import CompletionOutput, RequestOutput
 
@@ -23,10 +24,10 @@ Fields = dict[str, Any]
 NULL = b"null"
 
 
-def check_model(backend: Backend, config: ServerConfig, named: str) -> None:
+def check_model(backend: Backend, config: ServerConfig, model: str) -> None:
     """Who names no model means the one that there is."""
-    if config.strict_model_name and named and named != backend.model_name:
-        raise UnknownModel(f"The model `{shown(named)}` does not exist.", "model")
+    if config.strict_model_name and model and model != backend.model_name:
+        raise UnknownModel(f"The model `{shown(model)}` does not exist.", "model")
 
 
 def head_of(backend: Backend, request: OpenAIRequest, prefix: str, kind: str) -> Fields:
@@ -69,11 +70,8 @@ def end_of(choice: CompletionOutput) -> Fields:
 # ---- chunks
 
 
-class Choice(Protocol):
-    """One choice while it grows."""
-
-    def add(self, news: StreamDelta) -> Iterable[Fields]:
-        """What its next chunks say; nothing, where the news has nothing that a client could use."""
+# What the next chunks of a choice say; nothing, where the news has nothing that a client could use.
+Telling = Callable[[StreamDelta], Iterable[Fields]]
 
 
 class Frame:
@@ -105,8 +103,9 @@ class Frame:
         return b'%b%d,%b],"usage":%b%b}\n\n' % (self._head, index, encode(choice)[1:], used, more)
 
     def end(self) -> bytes:
-        last = event({**self._head_fields, "choices": [], "usage": self._usage()})
-        return last + DONE if self._has_usage_chunk else DONE
+        if not self._has_usage_chunk:
+            return DONE
+        return event({**self._head_fields, "choices": [], "usage": self._usage()}) + DONE
 
     def _usage(self) -> Fields:
         collectors = [generation.collector for generation in self._generations.values()]
@@ -119,12 +118,12 @@ def chunks(
     jobs: Sequence[Job],
     request: OpenAIRequest,
     head: Fields,
-    new_choice: Callable[[], Choice],
+    new_choice: Callable[[], Telling],
     *,
-    opening: Callable[[Generation], Fields] | None = None,
+    tells_prompt_ids: bool = False,
     usage_at_end: bool = False,
 ) -> ReplyStream:
-    """A reply in chunks, then DONE; `opening` are further fields of the first one.
+    """A reply in chunks, then DONE; the first chunk may tell the ids of the prompt.
 
     `usage_at_end`: the chunk that ends the last choice tells the usage, unless a chunk of its own will.
     """
@@ -137,14 +136,15 @@ def chunks(
     frame = Frame(head, len(choices), request.stream_options, usage_at_end)
 
     def render(news: StreamDelta) -> bytes:
-        nonlocal opening
+        nonlocal tells_prompt_ids
         frame.count(news)
-        index, more, found = news.job * n + news.delta.index, b"", b""
-        for said in choices[index].add(news):
-            if opening is not None:
-                more, opening = b",%b" % encode(opening(news.generation))[1:-1], None
-            found += frame.chunk(index, said, more)
+        index, more, piece = news.job * n + news.delta.index, b"", b""
+        for choice in choices[index](news):
+            if tells_prompt_ids:
+                prompt_ids = news.generation.collector.request.prompt_ids
+                more, tells_prompt_ids = b',"prompt_token_ids":%b' % encode(prompt_ids), False
+            piece += frame.chunk(index, choice, more)
             more = b""
-        return found if frame.num_open else found + frame.end()
+        return piece if frame.num_open else piece + frame.end()
 
     return ReplyStream(backend, jobs, render)

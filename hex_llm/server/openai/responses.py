@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,23 +17,15 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read, shaped
-from hex_llm.frontend.outputs import raise_failure
+from hex_llm.frontend.outputs import Delta, raise_failure
 from hex_llm.server.common.backend import Backend, answer, size_of
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.replies import (
-    Listed,
-    Pieces,
-    Whole,
-    delta_size,
-    encode,
-    problem_of,
-    streamed,
-    unless_gone,
-)
+from hex_llm.server.common.replies import Listed, Whole, encode, problem_of
+from hex_llm.server.common.streams import Pieces, delta_size, streamed, unless_gone
 from hex_llm.server.openai.chat import PreparedChat, prepare
 from hex_llm.server.openai.replies import Fields
 from hex_llm.server.openai.responses_schemas import ResponsesRequest
-from hex_llm.types import FinishReason, RequestOutput
+from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -51,15 +42,10 @@ OUR_NAMES = {
 }
 
 
-async def respond(backend: Backend, request: ResponsesRequest, config: ServerConfig) -> Whole:
-    async with _our_names(request):
-        chat = request.chat()
-        talk = await prepare(backend, chat, config)
-        output = await answer(backend, talk.prompt_ids, chat, talk.params)
-    growing = Growing(backend, request, talk)
-    said = output.outputs[0]
+async def respond(backend: Backend, talk: PreparedChat, growing: Growing) -> Whole:
+    output = await answer(backend, talk.prompt_ids, talk.request, talk.params)
     size = size_of(output)
-    await shaped(size, partial(growing.add, said.text, talk.logprobs(said), ended=True))
+    await shaped(size, partial(growing.add, output.outputs[0]))
     await growing.count(output)
 
     def make() -> Fields:
@@ -69,49 +55,27 @@ async def respond(backend: Backend, request: ResponsesRequest, config: ServerCon
     return Whole(size, make)
 
 
-class ResponseStream:
-    """The events of a response, also of one that breaks."""
-
-    def __init__(self, backend: Backend, request: ResponsesRequest, config: ServerConfig) -> None:
-        self._backend, self._request, self._config = backend, request, config
-        self._growing: Growing | None = None
-
-    async def pieces(self) -> Pieces:
-        async with _our_names(self._request):
-            chat = self._request.chat()
-            talk = await prepare(self._backend, chat, self._config)
-            growing = Growing(self._backend, self._request, talk)
-            async with self._backend.generate(
-                talk.prompt_ids, talk.params, priority=chat.priority, cache_salt=chat.cache_salt
-            ) as generation:
-                async for delta in generation:
-                    raise_failure(delta)
-                    first = b"" if self._growing else growing.begin()
-                    self._growing = growing
-                    ended = delta.finish_reason is not None
-                    add = partial(growing.add, delta.text, talk.logprobs(delta), ended=ended)
-                    events = await shaped(delta_size(delta), add)
-                    if first or events:
-                        yield first + events
-                    if ended:
-                        output = generation.output()
-                        await growing.count(output)
-                        yield await shaped(size_of(output), partial(growing.end, output))
-
-    def broken(self, error: Exception) -> bytes:
-        assert self._growing is not None
-        return self._growing.fail(error)
+async def events_of(backend: Backend, talk: PreparedChat, growing: Growing) -> Pieces:
+    chat = talk.request
+    async with backend.generate(
+        talk.prompt_ids, talk.params, priority=chat.priority, cache_salt=chat.cache_salt
+    ) as generation:
+        async for delta in generation:
+            raise_failure(delta)
+            if events := await shaped(delta_size(delta), partial(growing.add, delta)):
+                yield events
+            if delta.finish_reason is not None:
+                output = generation.output()
+                await growing.count(output)
+                yield await shaped(size_of(output), partial(growing.end, output))
 
 
-@asynccontextmanager
-async def _our_names(request: ResponsesRequest) -> AsyncIterator[None]:
-    try:
-        yield
-    except InvalidRequest as error:
-        ours = OUR_NAMES.get(error.param or "")
-        if ours is None or error.param in request.model_fields_set:
-            raise
-        raise InvalidRequest(f"{ours}: {str(error).removeprefix(f'{error.param}: ')}", ours) from error
+def in_our_names(error: Exception, request: ResponsesRequest) -> Exception:
+    """What the chat finds at fault, by the name that the client has sent it under."""
+    if not isinstance(error, InvalidRequest) or error.param in request.model_fields_set:
+        return error
+    ours = OUR_NAMES.get(error.param or "")
+    return InvalidRequest(f"{ours}: {str(error).removeprefix(f'{error.param}: ')}", ours) if ours else error
 
 
 class Growing:
@@ -119,6 +83,7 @@ class Growing:
 
     def __init__(self, backend: Backend, request: ResponsesRequest, talk: PreparedChat) -> None:
         self.response = _head(backend, request, talk)
+        self._request = request
         self._talk = talk
         self._reader = talk.reader()
         self._reasoning: list[str] = []
@@ -130,41 +95,38 @@ class Growing:
         self._logprobs: list[msgspec.Raw] = []  # of the open item
         self._new_logprobs: list[msgspec.Raw] = []  # not told yet
 
-    def begin(self) -> bytes:
-        return self._event("created", response=self.response) + self._event(
-            "in_progress", response=self.response
-        )
-
-    def add(self, text: str, logprobs: Fields | None, *, ended: bool) -> bytes:
-        if logprobs is not None:
-            self._new_logprobs += [msgspec.Raw(encode(one)) for one in logprobs["content"].items]
-        found = self._reader.add(text, ended=ended)
+    def add(self, news: CompletionOutput | Delta) -> bytes:
         events: list[bytes] = []
-        if "reasoning" in found:
-            self._reasoning.append(found["reasoning"])
-            events += self._say("reasoning", found["reasoning"])
-        if "content" in found:
-            events += self._say("message", found["content"])
-        for call in found.get("tool_calls", ()):
+        if self._num_events == 0:
+            events += [self._event(kind, response=self.response) for kind in ("created", "in_progress")]
+        if (logprobs := self._talk.logprobs(news)) is not None:
+            self._new_logprobs += [msgspec.Raw(encode(one)) for one in logprobs["content"].items]
+        message = self._reader.add(news.text, ended=news.finish_reason is not None)
+        if "reasoning" in message:
+            self._reasoning.append(message["reasoning"])
+            events += self._say("reasoning", message["reasoning"])
+        if "content" in message:
+            events += self._say("message", message["content"])
+        for call in message.get("tool_calls", ()):
             events += self._call(call)
         return b"".join(events)
 
     def end(self, output: RequestOutput) -> bytes:
         """After `count`."""
-        said = output.outputs[0]
-        assert said.finish_reason is not None
-        status = ENDS.get(said.finish_reason, "cancelled")
+        choice = output.outputs[0]
+        assert choice.finish_reason is not None
+        status = ENDS.get(choice.finish_reason, "cancelled")
         events = list(self._close(status if status == "completed" else "incomplete"))
         if not self.response["output"]:  # a reply without words is one
             events += [*self._open("message"), *self._close("completed")]
         self.response["status"] = status
-        if said.finish_reason is FinishReason.LENGTH:
+        if choice.finish_reason is FinishReason.LENGTH:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         last = "completed" if status == "completed" else "incomplete"
         return b"".join([*events, self._event(last, response=self.response)])
 
     def fail(self, error: Exception) -> bytes:
-        problem = problem_of(error)
+        problem = problem_of(in_our_names(error, self._request))
         code = ERROR_CODES.get(problem.status, "server_error")
         self.response |= {"status": "failed", "error": {"code": code, "message": problem.message}}
         return self._event("failed", response=self.response)
@@ -175,8 +137,8 @@ class Growing:
         if self._item is None or self._item["type"] != kind:
             yield from self._close("completed")
             yield from self._open(kind)
-        known: Fields = {"logprobs": Listed(self._new_logprobs)} if kind == "message" else {}
-        yield self._event(f"{PARTS[kind]}.delta", **self._where(), content_index=0, delta=text, **known)
+        logprobs: Fields = {"logprobs": Listed(self._new_logprobs)} if kind == "message" else {}
+        yield self._event(f"{PARTS[kind]}.delta", **self._where(), content_index=0, delta=text, **logprobs)
         self._texts.append(text)
         self._logprobs += self._new_logprobs
         self._new_logprobs = []
@@ -212,8 +174,8 @@ class Growing:
             self._logprobs += self._new_logprobs
             kind, part = PARTS[item["type"]], self._part()
             item["content"] = [part]
-            known: Fields = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            yield self._event(f"{kind}.done", **where, content_index=0, text=text, **known)
+            logprobs: Fields = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+            yield self._event(f"{kind}.done", **where, content_index=0, text=text, **logprobs)
             yield self._event("content_part.done", **where, content_index=0, part=part)
         else:
             item["arguments"] = text
@@ -244,9 +206,8 @@ class Growing:
         num_prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
         num_thought = 0
         if reasoning := "".join(self._reasoning):  # counted without its tags
-            encode_text = self._talk.tokenizer.encode
-            count = partial(encode_text, reasoning, add_special_tokens=False)
-            num_thought = len(await read(len(reasoning), count))
+            to_ids = partial(self._talk.tokenizer.encode, reasoning, add_special_tokens=False)
+            num_thought = len(await read(len(reasoning), to_ids))
         self.response["usage"] = {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
@@ -301,10 +262,14 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
 
     @router.post("")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        if body.stream:
-            stream = ResponseStream(backend, body, config)
-            return await streamed(request, stream.pieces(), broken=stream.broken)
-        return await unless_gone(request, respond(backend, body, config))
+        try:
+            talk = await prepare(backend, body.chat(), config)
+            growing = Growing(backend, body, talk)
+            if body.stream:
+                return await streamed(request, events_of(backend, talk, growing), broken=growing.fail)
+            return await unless_gone(request, respond(backend, talk, growing))
+        except InvalidRequest as error:
+            raise in_our_names(error, body) from None
 
     @router.get("/{response_id}")
     @router.delete("/{response_id}")

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.common.body import Body, NamedSchema, Whole, fault, parse
+from hex_llm.server.openai import schemas
 from hex_llm.server.openai.schemas import ChatRequest, Effort, Function, OpenAIRequest, joined
 
 Message = dict[str, Any]  # of a chat
@@ -23,9 +24,8 @@ LOGPROBS = "message.output_text.logprobs"
 # ---- the conversation
 
 
-class TextPart(Body):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+class TextPart(schemas.TextPart):
+    type: Literal["input_text", "output_text", "text"]  # type: ignore[assignment]
     annotations: list[Any] = Field([])
     logprobs: list[Any] = Field([])
 
@@ -41,9 +41,6 @@ class Item(Body):
 
     id: str = ""
     status: str = ""
-
-    def add_to(self, messages: list[Message]) -> None:
-        raise NotImplementedError
 
 
 class MessageItem(Item):
@@ -63,9 +60,8 @@ def _only_reasons(message: Message) -> bool:
     return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
 
 
-class ReasoningText(Body):
-    type: Literal["reasoning_text"]
-    text: str
+class ReasoningText(schemas.TextPart):
+    type: Literal["reasoning_text"]  # type: ignore[assignment]
 
 
 class ReasoningItem(Item):
@@ -74,8 +70,7 @@ class ReasoningItem(Item):
     content: list[ReasoningText] = Field([])
 
     def add_to(self, messages: list[Message]) -> None:
-        reasoning = "\n".join(part.text for part in self.content)
-        messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
+        messages.append({"role": "assistant", "content": "", "reasoning_content": joined(self.content)})
 
 
 class CallItem(Item):
@@ -194,7 +189,9 @@ class ResponsesRequest(OpenAIRequest):
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._format(),
-            "tools": [_tool(tool) for tool in self.tools],
+            "tools": [
+                {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools
+            ],
             "tool_choice": self._choice(),
             "logprobs": LOGPROBS in self.include,
             "reasoning_effort": self.reasoning.effort,
@@ -211,17 +208,12 @@ class ResponsesRequest(OpenAIRequest):
 
     def _format(self) -> dict[str, Any] | None:
         text_format = self.text.format
-        if text_format is None or text_format.type != "json_schema":
-            return None if text_format is None else {"type": text_format.type}
-        return {
-            "type": text_format.type,
-            "json_schema": text_format.model_dump(by_alias=True, exclude={"type"}),
-        }
+        if text_format is None:
+            return None
+        written = text_format.model_dump(by_alias=True, exclude={"type"})
+        schema = {"json_schema": written} if text_format.type == "json_schema" else {}
+        return {"type": text_format.type, **schema}
 
     def _choice(self) -> Any:
         choice = self.tool_choice
         return choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"})}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -39,12 +39,7 @@ Content = Annotated[
 ]
 
 
-class HasText(Protocol):
-    @property
-    def text(self) -> str: ...
-
-
-def joined(content: str | Sequence[HasText]) -> str:
+def joined(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 

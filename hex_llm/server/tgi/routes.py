@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -25,17 +26,8 @@ from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
 from hex_llm.server.common.backend import Backend, size_of
 from hex_llm.server.common.body import MAX_PROMPTS, parse
 from hex_llm.server.common.body_route import BodyRoute, checked
-from hex_llm.server.common.replies import (
-    Listed,
-    Pieces,
-    Whole,
-    delta_size,
-    error_reply,
-    event,
-    invalid_body,
-    streamed,
-    unless_gone,
-)
+from hex_llm.server.common.replies import Listed, Whole, error_reply, event, ours
+from hex_llm.server.common.streams import Pieces, delta_size, streamed, unless_gone
 from hex_llm.server.openai.chat import chat_reply
 from hex_llm.server.openai.completions import completion_reply
 from hex_llm.server.openai.logprobs import finite
@@ -58,6 +50,7 @@ class Incomplete(HexError):
 
 def problem_of(error: Exception) -> tuple[int, Json]:
     """The HTTP status and the body; an error that is none of ours tells clients nothing."""
+    error = ours(error)
     match error:
         case InvalidRequest():
             status, kind, message = 422, "validation", f"Input validation error: {in_their_words(error)}"
@@ -77,11 +70,8 @@ def problem_of(error: Exception) -> tuple[int, Json]:
 async def in_their_shape(work: Awaitable[Response]) -> Response:
     try:
         return await work
-    except RequestValidationError as error:
-        problem: HexError = invalid_body(error)
-    except HexError as error:
-        problem = error
-    return error_reply(*problem_of(problem))
+    except (HexError, RequestValidationError) as error:
+        return error_reply(*problem_of(error))
 
 
 class TgiRoute(BodyRoute):
@@ -128,15 +118,10 @@ def _check_end(output: RequestOutput) -> None:
             raise Incomplete
 
 
-class Reply(NamedTuple):
-    body: Whole
-    headers: dict[str, str]
-
-
 async def generate(
     backend: Backend, request: GenerateRequest, *, full: bool = False, max_tokens: int | None = MAX_NEW_TOKENS
-) -> Reply:
-    """`full`: the text begins with the prompt, unless the request says otherwise."""
+) -> tuple[Whole, dict[str, str]]:
+    """And the reply's headers. `full`: the text begins with the prompt, if the request does not object."""
     begun = time.monotonic()
     params = request.parameters.params(max_tokens=max_tokens)
     async with _started(backend, request, params) as (generation, tokenizer):
@@ -145,9 +130,9 @@ async def generate(
     output = generation.output()
     _check_end(output)
     choices = _best_first(output.outputs)
-    describe = _Describer(tokenizer, request, params, output)
-    body = Whole(size_of(output), partial(_body, describe, request, choices, full))
-    return Reply(body, _headers(request, output, choices[0], begun, queued))
+    describe = _Describer(tokenizer, params, request.parameters.top_n_tokens, output)
+    reply = Whole(size_of(output), partial(_body, describe, request, choices, full))
+    return reply, _headers(request, output, choices[0], begun, queued)
 
 
 def _body(
@@ -181,12 +166,7 @@ def _headers(
     """In milliseconds, but for x-compute-time. The wait in the engine's queue counts as inference."""
     now = time.monotonic()
     num_tokens = len(choice.token_ids)
-    times = {
-        "total": now - begun,
-        "validation": queued - begun,
-        "queue": 0.0,
-        "inference": now - queued,
-    }
+    times = {"total": now - begun, "validation": queued - begun, "queue": 0.0, "inference": now - queued}
     return {
         **_first_headers(request),
         "x-compute-time": str(now - begun),
@@ -210,16 +190,14 @@ def _finish_reason(choice: CompletionOutput) -> str:
     return "stop_sequence" if isinstance(choice.stop_reason, str) else "eos_token"
 
 
+@dataclass(frozen=True)
 class _Describer:
     """Tokens and choices of one request in TGI's shape."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, request: GenerateRequest, params: SamplingParams, output: RequestOutput
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.params = params
-        self.num_top = request.parameters.top_n_tokens
-        self.output = output
+    tokenizer: Tokenizer
+    params: SamplingParams
+    num_top: int
+    output: RequestOutput
 
     def texts(self) -> Callable[[int, bool], str]:
         """What each next token adds to the text, special or not; half a character adds nothing yet."""
@@ -233,8 +211,8 @@ class _Describer:
         special = not data(token_id, True) and bool(data(token_id, False))
         return {"id": token_id, "text": text, "logprob": finite(logprob), "special": special}
 
-    def likeliest(self, known: Logprobs) -> list[Json]:
-        ranked = sorted((one.rank, i, one) for i, one in known.items() if one.rank <= self.num_top)
+    def likeliest(self, candidates: Logprobs) -> list[Json]:
+        ranked = sorted((one.rank, i, one) for i, one in candidates.items() if one.rank <= self.num_top)
         return [self.token(i, one.decoded_token or "", one.logprob) for _, i, one in ranked]
 
     def choice(self, choice: CompletionOutput) -> Json:
@@ -250,23 +228,22 @@ class _Describer:
 
     def tokens(self, token_ids: list[int], logprobs: list[Logprobs]) -> Iterator[Json]:
         text_of, last = self.texts(), len(token_ids) - 1
-        for i, (token_id, known) in enumerate(zip(token_ids, logprobs, strict=True)):
-            yield self.token(token_id, text_of(token_id, i == last), known[token_id].logprob)
+        for i, (token_id, candidates) in enumerate(zip(token_ids, logprobs, strict=True)):
+            yield self.token(token_id, text_of(token_id, i == last), candidates[token_id].logprob)
 
     def end(self, choice: CompletionOutput) -> Json:
         assert self.params.seed is not None
         # The engine gives the i-th choice the seed plus i, so each can be repeated alone.
         seed = (self.params.seed + choice.index) % MAX_SEED if self.params.temperature > 0 else None
-        return {
-            "finish_reason": _finish_reason(choice),
-            "generated_tokens": len(choice.token_ids),
-            "seed": seed,
-        }
+        num_tokens = len(choice.token_ids)
+        return {"finish_reason": _finish_reason(choice), "generated_tokens": num_tokens, "seed": seed}
 
     def prefill(self) -> Iterator[Json]:
         """Nothing precedes the first token, so it has no log-probability."""
-        for i, known in zip(self.output.prompt_token_ids, self.output.prompt_logprobs or (), strict=False):
-            logprob = None if known is None else finite(known[i].logprob)
+        for i, candidates in zip(
+            self.output.prompt_token_ids, self.output.prompt_logprobs or (), strict=False
+        ):
+            logprob = None if candidates is None else finite(candidates[i].logprob)
             yield {"id": i, "text": self.tokenizer.shown(i), "logprob": logprob}
 
 
@@ -276,7 +253,7 @@ class _Describer:
 async def events(backend: Backend, request: GenerateRequest, *, full: bool = False) -> Pieces:
     params = request.parameters.params(streamed=True)
     async with _started(backend, request, params) as (generation, tokenizer):
-        describe = _Describer(tokenizer, request, params, generation.output())
+        describe = _Describer(tokenizer, params, request.parameters.top_n_tokens, generation.output())
         text_of, index = describe.texts(), 0
         async for delta in generation:
             end = NOT_ENDED
@@ -295,9 +272,9 @@ def _told(
     assert delta.logprobs is not None
     last = -1 if end is NOT_ENDED else len(delta.token_ids) - 1
     events = []
-    for i, (token_id, known) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
-        token = describe.token(token_id, text_of(token_id, i == last), known[token_id].logprob)
-        top = {"top_tokens": describe.likeliest(known)} if describe.num_top else {}
+    for i, (token_id, candidates) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
+        token = describe.token(token_id, text_of(token_id, i == last), candidates[token_id].logprob)
+        top = {"top_tokens": describe.likeliest(candidates)} if describe.num_top else {}
         ended = end if i == last else NOT_ENDED
         events.append(event({"index": index + i + 1, "token": token, **top, **ended}))
     if end is not NOT_ENDED and last < 0:  # ended without a token, but an event must bear one
@@ -313,62 +290,42 @@ def _end(describe: _Describer, request: GenerateRequest, output: RequestOutput, 
     _check_end(output)
     (choice,) = output.outputs
     details = {**describe.end(choice), "input_length": len(output.prompt_token_ids)}
-    asked = request.parameters.details
-    return {"generated_text": _text(request, choice, full), "details": details if asked else None}
+    text = _text(request, choice, full)
+    return {"generated_text": text, "details": details if request.parameters.details else None}
 
 
 async def streamed_reply(
     backend: Backend, request: Request, body: GenerateRequest, *, full: bool = False
 ) -> Response:
-    reply = await streamed(
-        request, events(backend, body, full=full), broken=lambda error: event(problem_of(error)[1])
-    )
+    pieces = events(backend, body, full=full)
+    reply = await streamed(request, pieces, broken=lambda error: event(problem_of(error)[1]))
     reply.headers.update(_first_headers(body))
     return reply
 
 
 async def whole_reply(
-    backend: Backend, request: Request, body: GenerateRequest, *, full: bool = False, as_list: bool = False
+    backend: Backend, request: Request, body: GenerateRequest, *, full: bool = False
 ) -> Response:
+    """`full`: also in a list."""
     headers: dict[str, str] = {}
 
     async def work() -> Whole:
-        answer = await generate(backend, body, full=full)
-        headers.update(answer.headers)
-        size, make = answer.body
-        return Whole(size, lambda: [make()] if as_list else make())
+        (size, make), more = await generate(backend, body, full=full)
+        headers.update(more)
+        return Whole(size, lambda: [make()] if full else make())
 
     reply = await unless_gone(request, work())
     reply.headers.update(headers)
     return reply
 
 
-async def respond(backend: Backend, request: Request, values: Any) -> Response:
-    """To POST /generate with `inputs`; raises what is wrong."""
+async def respond(backend: Backend, request: Request, values: Any, *, full: bool = False) -> Response:
+    """To a body with `inputs`; raises what is wrong."""
     body = parse(GenerateRequest, values)
-    return await (streamed_reply if body.stream else whole_reply)(backend, request, body)
+    return await (streamed_reply if body.stream else whole_reply)(backend, request, body, full=full)
 
 
 # ---- routes
-
-
-def info(backend: Backend) -> Json:
-    return {
-        "model_id": backend.model_name,
-        "model_sha": None,
-        "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": backend.max_sequences,
-        "max_best_of": MAX_CHOICES,
-        "max_stop_sequences": MAX_STOPS,
-        "max_input_tokens": backend.max_len - 1,
-        "max_total_tokens": backend.max_len,
-        "validation_workers": 1,
-        "max_client_batch_size": MAX_PROMPTS,
-        "router": "hex_llm",
-        "version": __version__,
-        "sha": None,
-        "docker_label": None,
-    }
 
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
@@ -376,7 +333,22 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
 
     @router.get("/info")
     async def tgi_info() -> Json:
-        return info(backend)
+        return {
+            "model_id": backend.model_name,
+            "model_sha": None,
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": backend.max_sequences,
+            "max_best_of": MAX_CHOICES,
+            "max_stop_sequences": MAX_STOPS,
+            "max_input_tokens": backend.max_len - 1,
+            "max_total_tokens": backend.max_len,
+            "validation_workers": 1,
+            "max_client_batch_size": MAX_PROMPTS,
+            "router": "hex_llm",
+            "version": __version__,
+            "sha": None,
+            "docker_label": None,
+        }
 
     @router.post("/generate_stream")
     async def generate_stream(body: GenerateRequest, request: Request) -> Response:
@@ -385,9 +357,7 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     @router.post("/")
     async def compatible(body: GenerateRequest, request: Request) -> Response:
         """As the older inference API did, it begins with the prompt and wraps the reply in a list."""
-        if body.stream:
-            return await streamed_reply(backend, request, body, full=True)
-        return await whole_reply(backend, request, body, full=True, as_list=True)
+        return await respond(backend, request, body, full=True)
 
     @router.post("/invocations")
     async def sagemaker(body: Json, request: Request) -> Response:
@@ -397,6 +367,6 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
         if "prompt" in body:
             completion = await checked(request, partial(parse, CompletionRequest, body))
             return await completion_reply(backend, request, completion, config)
-        return await compatible(parse(GenerateRequest, body), request)
+        return await respond(backend, request, body, full=True)
 
     return router

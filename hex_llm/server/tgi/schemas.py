@@ -69,8 +69,8 @@ class Parameters(Body):
     @property
     def samples(self) -> bool:
         """Who sends one of these means it, whether or not do_sample is there too."""
-        asked = (self.temperature, self.top_k, self.top_p, self.typical_p)
-        return self.do_sample or any(one is not None for one in asked)
+        options = (self.temperature, self.top_k, self.top_p, self.typical_p)
+        return self.do_sample or any(one is not None for one in options)
 
     def params(self, *, streamed: bool = False, max_tokens: int | None = MAX_NEW_TOKENS) -> SamplingParams:
         """Raises InvalidRequest. A seed is drawn where there is none, so that a reply can name it.
@@ -104,53 +104,38 @@ class Parameters(Body):
         return 1.0 if self.samples else 0.0
 
     def _check(self, streamed: bool) -> None:
-        rules = {
-            "watermark": (self.watermark, "`watermark` is not built"),
-            "adapter_id": (self.adapter_id is not None, "`adapter_id`: adapters are not built yet"),
-            "max_new_tokens": (
-                self.max_new_tokens is not None and self.max_new_tokens < 1,
-                "`max_new_tokens` must be strictly positive",
-            ),
-            "truncate": (
-                self.truncate is not None and self.truncate < 1,
-                f"`truncate` must be strictly positive. Given: {self.truncate}",
-            ),
-            "stop": (
-                len(self.stop) > MAX_STOPS,
-                f"`stop` supports up to {MAX_STOPS} stop sequences. Given: {len(self.stop)}",
-            ),
-            "top_n_tokens": (
-                not 0 <= self.top_n_tokens <= MAX_LOGPROBS,
-                f"`top_n_tokens` must be >= 0 and <= {MAX_LOGPROBS}. Given: {self.top_n_tokens}",
-            ),
-            "seed": (
-                self.seed is not None and not 0 <= self.seed < MAX_SEED,
-                f"`seed` must be >= 0 and < {MAX_SEED}",
-            ),
-        }
-        for name, (wrong, message) in rules.items():
-            if wrong:
-                raise InvalidRequest(message, name)
-        self._check_best_of(streamed)
-
-    def _check_best_of(self, streamed: bool) -> None:
-        several = self.best_of > 1
-        rules = {
-            f"`best_of` must be > 0 and <= {MAX_CHOICES}. Given: {self.best_of}": (
-                not 0 < self.best_of <= MAX_CHOICES
-            ),
-            "you must use sampling when `best_of` is > 1": several and not self.samples,
-            "`seed` must not be set when `best_of` > 1": several and self.seed is not None,
-            "`best_of` != 1 is not supported when streaming tokens": several and streamed,
-        }
-        for message, wrong in rules.items():
-            if wrong:
-                raise InvalidRequest(message, "best_of")
+        if self.watermark:
+            raise InvalidRequest("`watermark` is not built", "watermark")
+        if self.adapter_id is not None:
+            raise InvalidRequest("`adapter_id`: adapters are not built yet", "adapter_id")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise InvalidRequest("`max_new_tokens` must be strictly positive", "max_new_tokens")
+        if self.truncate is not None and self.truncate < 1:
+            raise InvalidRequest(f"`truncate` must be strictly positive. Given: {self.truncate}", "truncate")
+        if (num := len(self.stop)) > MAX_STOPS:
+            raise InvalidRequest(f"`stop` supports up to {MAX_STOPS} stop sequences. Given: {num}", "stop")
+        if not 0 <= (num := self.top_n_tokens) <= MAX_LOGPROBS:
+            limits = f">= 0 and <= {MAX_LOGPROBS}"
+            raise InvalidRequest(f"`top_n_tokens` must be {limits}. Given: {num}", "top_n_tokens")
+        if self.seed is not None and not 0 <= self.seed < MAX_SEED:
+            raise InvalidRequest(f"`seed` must be >= 0 and < {MAX_SEED}", "seed")
+        if fault := self._fault_of_best_of(streamed):
+            raise InvalidRequest(fault, "best_of")
         if streamed and self.decoder_input_details:
-            raise InvalidRequest(
-                "`decoder_input_details` == true is not supported when streaming tokens",
-                "decoder_input_details",
-            )
+            name = "decoder_input_details"
+            raise InvalidRequest(f"`{name}` == true is not supported when streaming tokens", name)
+
+    def _fault_of_best_of(self, streamed: bool) -> str:
+        """Empty if there is none."""
+        if not 0 < self.best_of <= MAX_CHOICES:
+            return f"`best_of` must be > 0 and <= {MAX_CHOICES}. Given: {self.best_of}"
+        if self.best_of == 1:
+            return ""
+        if not self.samples:
+            return "you must use sampling when `best_of` is > 1"
+        if self.seed is not None:
+            return "`seed` must not be set when `best_of` > 1"
+        return "`best_of` != 1 is not supported when streaming tokens" if streamed else ""
 
 
 class GenerateRequest(Body):

@@ -22,17 +22,8 @@ from hex_llm.frontend.beside import shaped
 from hex_llm.frontend.outputs import Delta
 from hex_llm.server.common.backend import Backend, answer, size_of, together
 from hex_llm.server.common.body_route import BodyRoute, checked
-from hex_llm.server.common.replies import (
-    Job,
-    ReplyStream,
-    StreamDelta,
-    Whole,
-    encode,
-    problem_of,
-    refuse_best_of,
-    streamed,
-    unless_gone,
-)
+from hex_llm.server.common.replies import Whole, encode, problem_of
+from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, refuse_best_of, streamed, unless_gone
 from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.chat import chat, stream_chat
 from hex_llm.server.openai.schemas import ChatRequest
@@ -99,7 +90,7 @@ def _reply(
     }
     if any(request.raw_response for request in requests):
         reply["output_token_counts"] = [len(choice.token_ids) for _, _, choice in each]
-        reply["cumulative_logprobs"] = [_sum(choice) for _, _, choice in each]
+        reply["cumulative_logprobs"] = [_finite(choice.cumulative_logprob) for _, _, choice in each]
     if any(request.logprobs is not None for request in requests):
         reply["logprobs"] = [_logprobs(backend, *one) for one in each]
     if any(request.prompt_logprobs is not None for request in requests):
@@ -107,8 +98,7 @@ def _reply(
     return reply
 
 
-def _sum(choice: CompletionOutput) -> float | None:
-    logprob = choice.cumulative_logprob
+def _finite(logprob: float | None) -> float | None:
     return logprob if logprob is not None and math.isfinite(logprob) else None
 
 
@@ -126,8 +116,8 @@ def _logprobs(
 
 
 async def _generated_text(backend: Backend, request: tgi_schemas.GenerateRequest) -> str:
-    reply = await tgi.generate(backend, request, max_tokens=None)
-    text: str = (await shaped(*reply.body))["generated_text"]
+    reply, _ = await tgi.generate(backend, request, max_tokens=None)
+    text: str = (await shaped(*reply))["generated_text"]
     return text
 
 
@@ -166,7 +156,7 @@ def pieces(backend: Backend, request: GenerateRequest) -> ReplyStream:
         if request.raw_response:
             sums[delta.index] += _logprob(delta)
             piece["output_token_counts"] = _at(delta.index, len(delta.token_ids), 0, params.n)
-            piece["cumulative_logprobs"] = [one if math.isfinite(one) else None for one in sums]
+            piece["cumulative_logprobs"] = [_finite(one) for one in sums]
         return encode(piece) + b"\0"
 
     return ReplyStream(backend, [Job(request.prompt, params, request.priority, request.cache_salt)], render)
@@ -178,7 +168,7 @@ def _at(index: int, value: Any, elsewhere: Any, num: int) -> list[Any]:
 
 def _logprob(delta: Delta) -> float:
     assert delta.logprobs is not None
-    return sum(known[i].logprob for i, known in zip(delta.token_ids, delta.logprobs, strict=True))
+    return sum(candidates[i].logprob for i, candidates in zip(delta.token_ids, delta.logprobs, strict=True))
 
 
 # ---- routes

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.common.body import MAX_PROMPTS, Kind, Prompt, Sampling, Whole, not_built, parse, shown
@@ -14,12 +13,7 @@ from hex_llm.server.tgi import schemas as tgi
 Fields = dict[str, Any]
 
 MARK = "@requestFormat"  # its one value makes an instance a chat completion
-ALIASES = {
-    "maxDecodeSteps": "max_tokens",
-    "maxOutputTokens": "max_tokens",
-    "topK": "top_k",
-    "topP": "top_p",
-}
+ALIASES = {"maxDecodeSteps": "max_tokens", "maxOutputTokens": "max_tokens", "topK": "top_k", "topP": "top_p"}
 
 
 class GenerateRequest(Sampling):
@@ -36,28 +30,24 @@ class GenerateRequest(Sampling):
         return {"logprobs": 0, **sent} if self.raw_response else sent
 
 
-@dataclass(frozen=True)
-class TgiBody:
+class TgiBody(NamedTuple):
     """A request of TGI's own, as it came."""
 
     body: Fields
 
 
-@dataclass(frozen=True)
-class TgiInstances:
+class TgiInstances(NamedTuple):
     requests: Sequence[ChatRequest | tgi.GenerateRequest]
     num_sequences: int
 
 
-@dataclass(frozen=True)
-class Chats:
+class Chats(NamedTuple):
     requests: Sequence[ChatRequest]
     is_stream: bool
     is_wrapped: bool  # they came as instances, so predictions are expected
 
 
-@dataclass(frozen=True)
-class Prompts:
+class Prompts(NamedTuple):
     requests: Sequence[GenerateRequest]
     is_stream: bool
 
@@ -159,12 +149,10 @@ def _tgi_instances(instances: Sequence[Fields]) -> TgiInstances:
             if instance.get(name):
                 raise InvalidRequest(f"{where}{name}: a prediction is a text and nothing else", name)
         if "messages" in instance:
-            chat = parse(ChatRequest, instance, where)
-            requests.append(chat)
+            requests.append(chat := parse(ChatRequest, instance, where))
             num_sequences += chat.params().num_choices
         else:
-            request = _tgi_request(instance, where)
-            requests.append(request)
+            requests.append(request := _tgi_request(instance, where))
             num_sequences += request.parameters.params(max_tokens=None).num_choices
     return TgiInstances(requests, num_sequences)
 
