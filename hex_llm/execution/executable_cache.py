@@ -23,7 +23,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 log = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).parent.parent / part for part in ("engine", "kernels", "models", "parallel")]
+SOURCES = [Path(__file__).parent.parent / part for part in ("execution", "kernels", "models", "parallel")]
 COMPILERS = ("jax", "nvidia-")  # how the packages begin that compile, or are called by what they compile
 SETTINGS = ("JAX_", "XLA_")  # how the environment variables begin that change what is compiled
 FORGOTTEN_S = 30 * 24 * 3600  # what nobody has loaded for so long is deleted

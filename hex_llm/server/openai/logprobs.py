@@ -120,7 +120,7 @@ def of_prompt(request: RequestOutput) -> Listed | None:
 
 def _entry(tokenizer: Tokenizer, token_id: int, one: Logprob, as_ids: bool) -> dict[str, Any]:
     name = _id_name(token_id) if as_ids else one.decoded_token
-    return {"token": name, "logprob": finite(one.logprob), "bytes": tokenizer.byte_values(token_id)}
+    return {"token": name, "logprob": finite(one.logprob), "bytes": tokenizer.byte_values[token_id]}
 
 
 def _id_name(token_id: int) -> str:
