@@ -135,11 +135,11 @@ def claim_folder(folder: Path) -> bool:
 
 
 def _load_library() -> ctypes.CDLL:
-    kept = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if kept and "://" not in kept and claim_folder(Path(kept)):
-        return ctypes.CDLL(str(_compile(Path(kept))))
-    with tempfile.TemporaryDirectory() as fresh:  # once loaded, the file is not needed
-        return ctypes.CDLL(str(_compile(Path(fresh))))
+    cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if cache and "://" not in cache and claim_folder(Path(cache)):
+        return ctypes.CDLL(str(_compile(Path(cache))))
+    with tempfile.TemporaryDirectory() as folder:  # once loaded, the file is not needed
+        return ctypes.CDLL(str(_compile(Path(folder))))
 
 
 def _compile(folder: Path) -> Path:

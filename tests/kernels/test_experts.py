@@ -69,6 +69,13 @@ def in_panels(x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, options
     return cpu_experts.fused_moe(x, chosen, scores, ups, downs, options)
 
 
+@pytest.fixture(autouse=True)
+def interpreted_on_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The TPU's kernel."""
+    monkeypatch.setattr(tpu_experts, "FEW_TOKENS", 0)
+    monkeypatch.setattr(tpu_experts, "gmm", partial(tpu_experts.gmm, interpret=True))
+
+
 FORMS: dict[str, Any] = {
     "dense": experts.dense,
     "cpu": in_panels,
@@ -81,11 +88,7 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize("scale_input", [False, True])
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_visit_the_experts_that_they_chose(
-    form: str, spread: str, scale_input: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tpu_experts, "FEW_TOKENS", 0)
-    monkeypatch.setattr(tpu_experts, "gmm", partial(tpu_experts.gmm, interpret=True))
+def test_tokens_visit_the_experts_that_they_chose(form: str, spread: str, scale_input: bool) -> None:
     if form == "cpu" and jax.default_backend() != "cpu":
         pytest.skip("a kernel for CPUs")
     given = arguments(SPREADS[spread], jnp.float32)
