@@ -55,16 +55,16 @@ def make_request(
     cache_salt: str = "",
 ) -> Request:
     """Raises InvalidRequest, which names the field."""
-    kept = _truncated(prompt_ids, params, limits)
-    request = Request(request_id, kept, params, priority, cache_salt, _bad_word_ids(params, tokenizer))
+    prompt_ids = _truncated(prompt_ids, params, limits)
+    request = Request(request_id, prompt_ids, params, priority, cache_salt, _bad_word_ids(params, tokenizer))
     check_request(request, limits)
     return request
 
 
 def max_len_of(request: Request, limits: Limits) -> int:
     """Tokens after which each of its sequences ends. Who names no max_tokens gets as many as fit."""
-    wanted = request.params.max_tokens
-    return limits.longest if wanted is None else min(limits.max_len, len(request.prompt_ids) + wanted)
+    most = request.params.max_tokens
+    return limits.longest if most is None else min(limits.max_len, len(request.prompt_ids) + most)
 
 
 def check_request(request: Request, limits: Limits) -> None:
@@ -105,15 +105,15 @@ def check_request(request: Request, limits: Limits) -> None:
 
 def _truncated(prompt_ids: ListLike[int], params: SamplingParams, limits: Limits) -> list[int]:
     """The end of the prompt, if only that is wanted; room for one token of output is always left."""
-    wanted = params.truncate_prompt_tokens
-    if wanted is None:
+    most = params.truncate_prompt_tokens
+    if most is None:
         # Before a copy is made: a prompt may have any length.
         _check_length(prompt_ids, limits)
         return _plain(prompt_ids)
-    room = limits.longest - (params.max_tokens or 1) if wanted == -1 else wanted
-    if wanted > limits.longest - 1:
+    room = limits.longest - (params.max_tokens or 1) if most == -1 else most
+    if most > limits.longest - 1:
         raise InvalidRequest(
-            f"truncate_prompt_tokens: {wanted} is more than a prompt may have, {limits.longest - 1}",
+            f"truncate_prompt_tokens: {most} is more than a prompt may have, {limits.longest - 1}",
             "truncate_prompt_tokens",
         )
     return _plain(prompt_ids[-max(room, 1) :])

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -85,9 +86,9 @@ class Flag:
             raise ConfigError(f"{label}: {self.pending} are not built yet")
 
 
-def flag(default: Any, group: str, help: str, **known: Any) -> Any:
-    """A dataclass field that is also a flag; `known` are further fields of Flag."""
-    described = Flag(default=default, group=group, help=help, **known)
+def flag(group: str, default: Any, help: str, **properties: Any) -> Any:
+    """A dataclass field that is also a flag; `properties` are further fields of Flag."""
+    described = Flag(group=group, default=default, help=help, **properties)
     return field(default=default, repr=not described.secret, metadata={"flag": described})
 
 
@@ -103,111 +104,94 @@ def check_fields(config: EngineConfig | ServerConfig) -> None:
         described.check(getattr(config, described.name))
 
 
-MODEL = "Model"
-ENGINE = "Inference engine"
-MEMORY = "Memory"
-LORA = "LoRA"
-SERVER = "Server"
+model_flag = partial(flag, "Model")
+engine_flag = partial(flag, "Inference engine")
+memory_flag = partial(flag, "Memory")
+lora_flag = partial(flag, "LoRA")
+server_flag = partial(flag, "Server")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What the engine is told: the model, the devices, the shapes of its steps, its memory."""
 
-    model: str | None = flag(
+    model: str | None = model_flag(
         None,
-        MODEL,
         "The model: a Hugging Face id, gs://bucket/folder, a local folder of safetensors, or a GGUF file. "
         "May also be given without its name.",
         unset="the embedded SmolLM2-135M-Instruct",
         # Where a deployment has both, its artifacts are the model and MODEL_ID is only what it is called.
         env=("AIP_STORAGE_URI", "MODEL_ID"),
     )
-    tokenizer: str | None = flag(
-        None,
-        MODEL,
-        "The tokenizer: a Hugging Face id, gs://bucket/folder or a local path.",
-        unset="the model's",
+    tokenizer: str | None = model_flag(
+        None, "The tokenizer: a Hugging Face id, gs://bucket/folder or a local path.", unset="the model's"
     )
-    tokenizer_mode: str = flag(
+    tokenizer_mode: str = model_flag(
         "auto",
-        MODEL,
         "auto takes the fast tokenizer if there is one; slow takes tokenizer.model through sentencepiece.",
         choices=("auto", "slow"),
     )
-    skip_tokenizer_init: bool = flag(False, MODEL, "Load no tokenizer: token ids in, token ids out, no text.")
-    trust_remote_code: bool = flag(
+    skip_tokenizer_init: bool = model_flag(False, "Load no tokenizer: token ids in, token ids out, no text.")
+    trust_remote_code: bool = model_flag(
         False,
-        MODEL,
         "Serve a model whose config asks for code of its own by the built-in architecture of that name; code "
         "from a model's folder is never executed.",
     )
-    load_format: str = flag(
+    load_format: str = model_flag(
         "auto",
-        MODEL,
         "auto loads the model's weights; dummy makes random ones from its config.json.",
         choices=("auto", "dummy"),
         form="auto or dummy: only safetensors and GGUF files are loaded, nothing pickled",
     )
-    dtype: str = flag(
+    dtype: str = model_flag(
         "auto",
-        MODEL,
         "The type of weights and activations; auto takes the checkpoint's.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    quantization: str | None = flag(
+    quantization: str | None = model_flag(
         None,
-        MODEL,
         "How the weights are quantized.",
         unset="as config.json says",
         choices=("awq", "bitsandbytes", "fp8"),
         pending="quantized weights",
     )
-    revision: str | None = flag(
-        None, MODEL, "The branch, tag or commit of the model on the Hugging Face hub.", unset="main"
+    revision: str | None = model_flag(
+        None, "The branch, tag or commit of the model on the Hugging Face hub.", unset="main"
     )
-    hf_token: str | None = flag(
+    hf_token: str | None = model_flag(
         None,
-        MODEL,
         "The access token for the Hugging Face hub.",
         env=("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
         secret=True,
     )
-    download_dir: str = flag(
-        "~/.cache/hex_llm", MODEL, "The folder that keeps downloaded models.", env=("HEX_LLM_CACHE",)
+    download_dir: str = model_flag(
+        "~/.cache/hex_llm", "The folder that keeps downloaded models.", env=("HEX_LLM_CACHE",)
     )
-    max_model_len: int | None = flag(
+    max_model_len: int | None = model_flag(
         None,
-        MODEL,
         "The longest input plus output, in tokens.",
         unset="as config.json says",
         env=("MAX_TOTAL_TOKENS",),
     )
-    sliding_window: int | None = flag(
-        None, MODEL, "Overrides the model's attention window, in tokens.", unset="the model's"
+    sliding_window: int | None = model_flag(
+        None, "Overrides the model's attention window, in tokens.", unset="the model's"
     )
-    seed: int = flag(0, MODEL, "Seeds everything; a request's own seed wins for that request.", low=0)
+    seed: int = model_flag(0, "Seeds everything; a request's own seed wins for that request.", low=0)
 
-    num_hosts: int = flag(
-        1,
-        ENGINE,
-        "The hosts that one replica spans.",
-        aliases=("nnodes",),
-        deprecated=("num_nodes",),
+    num_hosts: int = engine_flag(
+        1, "The hosts that one replica spans.", aliases=("nnodes",), deprecated=("num_nodes",)
     )
-    disagg_topo: str | None = flag(
+    disagg_topo: str | None = engine_flag(
         None,
-        ENGINE,
         "Serve with P prefill and D decode workers, each of tensor_parallel_size devices.",
         pattern=r"[1-9][0-9]{0,3},[1-9][0-9]{0,3}",
         form='"P,D": the numbers of prefill and of decode workers, as in "3,1"',
         pending="separate prefill and decode workers",
     )
-    data_parallel_size: int = flag(1, ENGINE, "The replicas of the model.", pending="data-parallel replicas")
-    tensor_parallel_size: int = flag(1, ENGINE, "The devices of one replica.", env=("NUM_SHARD",))
-    worker_distributed_method: str = flag(
+    data_parallel_size: int = engine_flag(1, "The replicas of the model.", pending="data-parallel replicas")
+    tensor_parallel_size: int = engine_flag(1, "The devices of one replica.", env=("NUM_SHARD",))
+    worker_distributed_method: str = engine_flag(
         "mp",
-        ENGINE,
         "Who starts the workers: multiprocessing or Ray.",
         choices=("mp", "ray"),
         aliases=("distributed_executor_backend",),
@@ -215,132 +199,103 @@ class EngineConfig:
         deprecated=("use_ray",),
         pending="Ray workers",
     )
-    enable_jit: bool = flag(
+    enable_jit: bool = engine_flag(
         True,
-        ENGINE,
         "Compile each step; without it steps run op by op, slowly, with the same results.",
         switches={"enforce_eager": (False, True)},
     )
-    warmup: bool = flag(True, ENGINE, "Compile every shape before the server is ready.")
-    recompile: str = flag(
+    warmup: bool = engine_flag(True, "Compile every shape before the server is ready.")
+    recompile: str = engine_flag(
         "warn",
-        ENGINE,
         "When a step has to be compiled after the warm-up: warn, or end its requests with an error.",
         choices=("warn", "error"),
     )
-    max_prefill_seqs: int = flag(1, ENGINE, "The most sequences prefilled in one step.")
-    prefill_seqs_padding: int = flag(8, ENGINE, "The prefill batch is padded to a multiple of this.")
-    prefill_len_padding: int = flag(
+    max_prefill_seqs: int = engine_flag(1, "The most sequences prefilled in one step.")
+    prefill_seqs_padding: int = engine_flag(8, "The prefill batch is padded to a multiple of this.")
+    prefill_len_padding: int = engine_flag(
         512,
-        ENGINE,
         "The prefill length is padded to a multiple of this, below it to a power of two. Also the unit of "
         "prefix-cache hits.",
         deprecated=("tokens_pad_multiple",),
     )
-    max_decode_seqs: int = flag(
-        256,
-        ENGINE,
-        "The most sequences decoded in one step.",
-        aliases=("max_running_seqs", "max_num_seqs"),
+    max_decode_seqs: int = engine_flag(
+        256, "The most sequences decoded in one step.", aliases=("max_running_seqs", "max_num_seqs")
     )
-    decode_seqs_padding: int = flag(
+    decode_seqs_padding: int = engine_flag(
         8,
-        ENGINE,
         "The decode batch is padded to a multiple of this, below it to 1, 2 or 4.",
         deprecated=("seqs_pad_multiple",),
     )
-    decode_blocks_padding: int = flag(
-        128, ENGINE, "The width of the block table is padded to a multiple of this."
+    decode_blocks_padding: int = engine_flag(
+        128, "The width of the block table is padded to a multiple of this."
     )
-    enable_prefix_cache_hbm: bool = flag(
+    enable_prefix_cache_hbm: bool = engine_flag(
         False,
-        ENGINE,
         "Keep the KV cache of shared prompt prefixes for later requests.",
         aliases=("enable_prefix_caching",),
     )
-    prefix_cache_unit: str = flag(
+    prefix_cache_unit: str = engine_flag(
         "prefill_len_padding",
-        ENGINE,
         "What prefix-cache hits are counted in: multiples of prefill_len_padding, or single blocks.",
         choices=("block", "prefill_len_padding"),
     )
-    enable_chunked_prefill: bool = flag(
-        False,
-        ENGINE,
-        "Run chunks of prompts and decodes in one step; a long prompt then never holds up the others.",
+    enable_chunked_prefill: bool = engine_flag(
+        False, "Run chunks of prompts and decodes in one step; a long prompt then never holds up the others."
     )
-    max_num_batched_tokens: int | None = flag(
+    max_num_batched_tokens: int | None = engine_flag(
         None,
-        ENGINE,
         "The most tokens in one step. Without chunked prefill it limits the prompts that are put together, "
         "the last of which may be cut; a longer one runs alone.",
         unset="with chunked prefill, prefill_len_padding and max_decode_seqs together; else no limit",
     )
-    async_scheduling: bool = flag(
-        True,
-        ENGINE,
-        "Prepare and send off the next step while one runs.",
-    )
-    max_concurrent_requests: int | None = flag(
+    async_scheduling: bool = engine_flag(True, "Prepare and send off the next step while one runs.")
+    max_concurrent_requests: int | None = engine_flag(
         None,
-        ENGINE,
         "The most sequences running and waiting; more are turned away.",
         unset="16 times max_decode_seqs, at least 1,024; less if a tenth of the host's memory holds no more",
         env=("MAX_CONCURRENT_REQUESTS",),
     )
-    allow_priority: bool = flag(
+    allow_priority: bool = engine_flag(
         False,
-        ENGINE,
         "Let requests have a priority: the lower, the earlier they run. Who waits comes first in the end.",
     )
-    batch_mode: str = flag(
-        "continuous",
-        ENGINE,
-        "There is no other mode; taken for first-generation commands.",
-        choices=("continuous",),
+    batch_mode: str = engine_flag(
+        "continuous", "There is no other mode; taken for first-generation commands.", choices=("continuous",)
     )
-    profile: str | None = flag(
+    profile: str | None = engine_flag(
         None,
-        ENGINE,
         "A folder for a trace of the first 100 steps, to be opened in ui.perfetto.dev or XProf.",
         unset="no trace",
     )
 
-    hbm_utilization_factor: float = flag(
+    hbm_utilization_factor: float = memory_flag(
         0.9,
-        MEMORY,
         "The share of the device memory that is free after the weights, given to the KV cache.",
         low=0,
         high=1,
         aliases=("gpu_memory_utilization",),
     )
-    num_blocks: int | None = flag(
+    num_blocks: int | None = memory_flag(
         None,
-        MEMORY,
         "The blocks of the KV cache; overrides hbm_utilization_factor.",
         unset="measured",
         aliases=("num_gpu_blocks_override",),
     )
-    block_size: int = flag(32, MEMORY, "The tokens in one block.", choices=(8, 16, 32, 2048, 8192))
-    kv_cache_dtype: str = flag(
+    block_size: int = memory_flag(32, "The tokens in one block.", choices=(8, 16, 32, 2048, 8192))
+    kv_cache_dtype: str = memory_flag(
         "auto",
-        MEMORY,
         "The type of the KV cache; auto takes that of the activations.",
         choices=("auto", "bfloat16", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"),
         pending="other types of the KV cache",
     )
 
-    enable_lora: bool = flag(False, LORA, "Let each request name an adapter.", pending="per-request adapters")
-    max_lora_rank: int = flag(16, LORA, "The largest rank of an adapter.", pending="per-request adapters")
-    enable_lora_cache: bool = flag(
-        True, LORA, "Keep downloaded adapter files.", pending="per-request adapters"
+    enable_lora: bool = lora_flag(False, "Let each request name an adapter.", pending="per-request adapters")
+    max_lora_rank: int = lora_flag(16, "The largest rank of an adapter.", pending="per-request adapters")
+    enable_lora_cache: bool = lora_flag(
+        True, "Keep downloaded adapter files.", pending="per-request adapters"
     )
-    max_num_mem_cached_lora: int = flag(
-        16,
-        LORA,
-        "The most adapters kept in device memory.",
-        aliases=("max_loras",),
-        pending="per-request adapters",
+    max_num_mem_cached_lora: int = lora_flag(
+        16, "The most adapters kept in device memory.", aliases=("max_loras",), pending="per-request adapters"
     )
 
     def __post_init__(self) -> None:
@@ -377,114 +332,90 @@ class EngineConfig:
 class ServerConfig:
     """What the HTTP side is told: its address, its names and keys, its log."""
 
-    host: str = flag("0.0.0.0", SERVER, "The address to listen on.")
-    port: int = flag(
-        7080,
-        SERVER,
-        "The port to listen on; 0 picks a free one.",
-        low=0,
-        high=65535,
-        env=("AIP_HTTP_PORT", "PORT"),
+    host: str = server_flag("0.0.0.0", "The address to listen on.")
+    port: int = server_flag(
+        7080, "The port to listen on; 0 picks a free one.", low=0, high=65535, env=("AIP_HTTP_PORT", "PORT")
     )
-    served_model_name: str | None = flag(
-        None,
-        SERVER,
-        "The model's name in requests and answers.",
-        unset="the value of --model",
-        env=("MODEL_ID",),
+    served_model_name: str | None = server_flag(
+        None, "The model's name in requests and answers.", unset="the value of --model", env=("MODEL_ID",)
     )
-    strict_model_name: bool = flag(
-        False,
-        SERVER,
-        "Refuse requests that name another model than --served_model_name; else any name is taken.",
+    strict_model_name: bool = server_flag(
+        False, "Refuse requests that name another model than --served_model_name; else any name is taken."
     )
-    api_key: str | None = flag(None, SERVER, "The key that every request must bear.", secret=True)
-    predict_output_format: str = flag(
+    api_key: str | None = server_flag(None, "The key that every request must bear.", secret=True)
+    predict_output_format: str = server_flag(
         "prompt_output",
-        SERVER,
         'The text of a /generate prediction: "Prompt:...Output:...", or the output alone.',
         choices=("prompt_output", "raw"),
     )
-    tool_call_parser: str | None = flag(
+    tool_call_parser: str | None = server_flag(
         None,
-        SERVER,
         "The format of the model's tool calls, by vLLM's names; none: the model makes no calls of its own.",
         unset="found out from the chat template",
     )
-    enable_auto_tool_choice: bool = flag(True, SERVER, "Let models decide whether they call tools.")
-    reasoning_parser: str | None = flag(
+    enable_auto_tool_choice: bool = server_flag(True, "Let models decide whether they call tools.")
+    reasoning_parser: str | None = server_flag(
         None,
-        SERVER,
         "The format of the model's reasoning, by vLLM's names; it is told apart from the answer.",
         unset="reasoning is part of the answer",
     )
-    trust_request_chat_template: bool = flag(
-        False,
-        SERVER,
-        "Let requests bring a chat template, which is code: sandboxed, but not limited in time.",
+    trust_request_chat_template: bool = server_flag(
+        False, "Let requests bring a chat template, which is code: sandboxed, but not limited in time."
     )
-    predict_route: str | None = flag(
+    predict_route: str | None = server_flag(
         None,
-        SERVER,
         "A further path that answers as /generate does.",
         pattern=r"/[^{}\s]*",
         form="a path that begins with /",
         env=("AIP_PREDICT_ROUTE",),
     )
-    health_route: str | None = flag(
+    health_route: str | None = server_flag(
         None,
-        SERVER,
         "A further path that answers as GET /health does, without the key.",
         pattern=r"/[^{}\s]*",
         form="a path that begins with /",
         env=("AIP_HEALTH_ROUTE",),
     )
-    disable_log_requests: bool = flag(
-        False, SERVER, "Do not log each request.", switches={"enable_log_requests": (False, True)}
+    disable_log_requests: bool = server_flag(
+        False, "Do not log each request.", switches={"enable_log_requests": (False, True)}
     )
-    log_level: str = flag(
+    log_level: str = server_flag(
         "INFO",
-        SERVER,
         "The least serious messages to log; any case.",
         choices=("DEBUG", "INFO", "WARNING", "WARN", "ERROR", "CRITICAL", "FATAL", "NOTSET"),
         env=("HEX_LLM_LOG_LEVEL",),
     )
-    verbose_log: bool = flag(False, SERVER, "Log the detail of every step.", env=("HEX_LLM_VERBOSE_LOG",))
-    log_format: str = flag(
-        "text", SERVER, "The log's lines: text with key=value, or JSON objects.", choices=("text", "json")
+    verbose_log: bool = server_flag(False, "Log the detail of every step.", env=("HEX_LLM_VERBOSE_LOG",))
+    log_format: str = server_flag(
+        "text", "The log's lines: text with key=value, or JSON objects.", choices=("text", "json")
     )
-    max_request_bytes: int = flag(10 << 20, SERVER, "The largest body of a request; larger ones get a 413.")
-    request_timeout: int = flag(
+    max_request_bytes: int = server_flag(10 << 20, "The largest body of a request; larger ones get a 413.")
+    request_timeout: int = server_flag(
         0,
-        SERVER,
         "The seconds that a request may take in all; then a 504, or an error that ends its stream. 0: any.",
         low=0,
     )
-    receive_timeout: int = flag(
-        60, SERVER, "The seconds that a client gets to send a request's head, and again its body."
+    receive_timeout: int = server_flag(
+        60, "The seconds that a client gets to send a request's head, and again its body."
     )
-    send_timeout: int = flag(60, SERVER, "The seconds after which a client that does not read is cut off.")
-    keep_alive_timeout: int = flag(5, SERVER, "The seconds that a connection is kept for the next request.")
-    health_timeout: int = flag(
+    send_timeout: int = server_flag(60, "The seconds after which a client that does not read is cut off.")
+    keep_alive_timeout: int = server_flag(5, "The seconds that a connection is kept for the next request.")
+    health_timeout: int = server_flag(
         60,
-        SERVER,
         "The seconds without a step, though there is work, after which the server is unhealthy; a step that "
         "is under way may take --step_timeout.",
     )
-    stuck_timeout: int = flag(
-        20,
-        SERVER,
-        "The seconds without any sign of life after which the engine is killed and started again.",
+    stuck_timeout: int = server_flag(
+        20, "The seconds without any sign of life after which the engine is killed and started again."
     )
-    step_timeout: int = flag(
+    step_timeout: int = server_flag(
         300,
-        SERVER,
         "The seconds that one step may take, compiling not counted; then the engine is killed and started "
         "again. 0: any.",
         low=0,
     )
-    drain_timeout: int = flag(
-        20, SERVER, "The seconds that running requests get to finish after SIGTERM or SIGINT.", low=0
+    drain_timeout: int = server_flag(
+        20, "The seconds that running requests get to finish after SIGTERM or SIGINT.", low=0
     )
 
     def __post_init__(self) -> None:

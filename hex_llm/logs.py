@@ -28,7 +28,7 @@ class TextLines(logging.Formatter):
 
 class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        known: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
@@ -36,8 +36,8 @@ class JsonLines(logging.Formatter):
             **dict(_fields(record)),
         }
         if record.exc_info:
-            known["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(known)
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def _fields(record: logging.LogRecord) -> list[tuple[str, Any]]:

@@ -82,9 +82,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     echo: bool = False  # the output begins with the prompt
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = (
-        None  # keep the prompt's last so many tokens; -1: what the model takes
-    )
+    truncate_prompt_tokens: int | None = None  # keep the prompt's last ones; -1: as many as the model takes
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:

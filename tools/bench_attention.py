@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hex_llm.kernels import gpu, gpu_cudnn, reference
-from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.attention import Batch, Mask, Options
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 TOKEN_BYTES = KV_HEADS * 2 * HEAD_DIM * 2
@@ -45,8 +45,8 @@ class Case(NamedTuple):
         return TOKEN_BYTES * sum(cached + new for cached, new in self.rows)
 
     @property
-    def options(self) -> gpu.Options:
-        return gpu.Options(Mask(self.window), HEAD_DIM**-0.5, None)
+    def options(self) -> Options:
+        return Options(Mask(self.window), HEAD_DIM**-0.5, None)
 
     @property
     def calls(self) -> int:
@@ -180,9 +180,11 @@ def attend(
     if not case.prefill:
         tables = batch.decode_tables
         tiling = way.tiling or gpu.decode_tiling(q, pages, tables)
-        return gpu.attend(q, batch.positions, None, pages, tables, semaphores, case.options, tiling), pages
+        cache = gpu.Cache(pages, tables, semaphores)
+        return gpu.attend(q, batch.positions, None, cache, case.options, tiling), pages
     tables, rows = batch.prefill_tables, (batch.positions, batch.sequences)
-    rest = (pages, tables, semaphores, case.options, way.tiling or gpu.prefill_tiling(q, pages, tables))
+    tiling = way.tiling or gpu.prefill_tiling(q, pages, tables)
+    rest = gpu.Cache(pages, tables, semaphores), case.options, tiling
     if way.cudnn:
         return gpu.continued_prefill(q, kv, kv, *rows, *rest), pages
     return gpu.prefill(q, *rows, *rest), pages
@@ -276,11 +278,11 @@ def checked(prefilled: tuple[tuple[int, int], ...], kind: tuple[Any, ...]) -> st
     q = normal((num_rows, 2, group, head_dim), dtype, 1)
     k, v = normal((num_rows, 2, head_dim), dtype, 2), normal((num_rows, 2, head_dim), dtype, 3)
     pages = normal((num_blocks, block_size, 2, 2, head_dim), dtype, 4)
-    options = {"mask": mask, "scale": head_dim**-0.5, "softcap": softcap}
-    got, stored = jax.jit(partial(gpu.paged_attention, **options))(q, k, v, pages, batch)
+    options = Options(mask, head_dim**-0.5, softcap)
+    got, stored = jax.jit(partial(gpu.paged_attention, options=options))(q, k, v, pages, batch)
     exact = [x.astype(jnp.float32) for x in (q, k, v, pages)]
     with jax.default_matmul_precision("highest"):
-        wanted, wrote = jax.jit(partial(reference.paged_attention, **options))(*exact, batch)
+        wanted, wrote = jax.jit(partial(reference.paged_attention, options=options))(*exact, batch)
     finite = bool(jnp.all(jnp.isfinite(got)))
     got, wanted = got[:-PADDING].astype(jnp.float32), wanted[:-PADDING]
     error, most = jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted), jnp.max(jnp.abs(got - wanted))

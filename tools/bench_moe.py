@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hex_llm.kernels import experts, gpu_experts
-from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Product, Tiling
 
 REPEATS = 3
@@ -123,7 +123,7 @@ def speed(name: str, tokens: list[int]) -> None:
             x: jax.Array, *others: jax.Array, fused_moe: RoutedExperts, calls: int = calls
         ) -> jax.Array:
             for _ in range(calls):
-                x = x + fused_moe(x, *others, activation=jax.nn.silu, scale_input=shape.scale_input)
+                x = x + fused_moe(x, *others, ExpertOptions(jax.nn.silu, shape.scale_input))
             return x
 
         with ThreadPoolExecutor(8) as pool:
@@ -218,14 +218,14 @@ def check() -> None:
 
 
 def checked(shape: Shape, dtype: Any, num_tokens: int, weights: tuple[jax.Array, jax.Array]) -> str:
-    options: dict[str, Any] = {"activation": jax.nn.silu, "scale_input": shape.scale_input}
-    fused_moe = jax.jit(partial(gpu_experts.fused_moe, **options))
+    options = ExpertOptions(jax.nn.silu, shape.scale_input)
+    fused_moe = jax.jit(partial(gpu_experts.fused_moe, options=options))
     routes = shape.routes(num_tokens)
     x = normal((num_tokens, shape.inputs), dtype, 2, 1.0)
     got = fused_moe(x, *routes, *weights)
     with jax.default_matmul_precision("highest"):
         exact = [w.astype(jnp.float32) for w in weights]
-        wanted = jax.jit(partial(experts.dense, **options))(x.astype(jnp.float32), *routes, *exact)
+        wanted = jax.jit(partial(experts.dense, options=options))(x.astype(jnp.float32), *routes, *exact)
     error = jnp.linalg.norm(got.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
     alone = fused_moe(x[:1], *(part[:1] for part in routes), *weights)
     same = bool(jnp.all(alone == got[:1]))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from hex_llm.execution.batch import StepShape, unpack
 from hex_llm.execution.programs import ProgramSpec
 from hex_llm.kernels import tpu
-from hex_llm.kernels.attention import Mask
+from hex_llm.kernels.attention import Mask, Options
 from hex_llm.parallel.shardings import TP
 
 SHAPE = StepShape(16, 2, 256, 64)
@@ -48,7 +48,7 @@ def parts(mesh: Mesh | AbstractMesh, chip: str) -> dict[str, ProgramSpec]:
     def attention(heads: Heads) -> ProgramSpec:
         def attend(q: Any, k: Any, v: Any, pages: Any, packed: Any) -> tuple[jax.Array, jax.Array]:
             batch = unpack(packed, SHAPE).batch
-            return tpu.paged_attention(q, k, v, pages, batch, mask=Mask(), scale=0.1, softcap=None)
+            return tpu.paged_attention(q, k, v, pages, batch, Options(Mask(), 0.1, None))
 
         on_each = jax.shard_map(attend, mesh=seen, in_specs=P(), out_specs=P(), check_vma=False)
         rows, num, width = SHAPE.num_tokens, heads.num_kv, heads.dim

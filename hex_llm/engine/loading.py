@@ -83,11 +83,8 @@ def build_engine(
     )
     num_blocks = num_kv_blocks(config, held, dtype, devices)
     paddings = Paddings(config, spec.max_len)
-    with explained(
-        config,
-        "allocating the KV cache",
-        str(account(weights, [], None, devices, num_blocks, config.block_size)),
-    ):
+    memory = str(account(weights, [], None, devices, num_blocks, config.block_size))
+    with explained(config, "allocating the KV cache", memory):
         runner = Runner(held, weights, mesh, paddings, num_blocks, dtype, kept_in)
     grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
     return Engine(config, held, runner, num_blocks, grammars)
@@ -97,16 +94,14 @@ def describe_memory(engine: Engine) -> str:
     """Where the memory of each device goes, in one line."""
     runner, pool = engine.stepper.runner, engine.stepper.scheduler.pool
     devices = list(runner.mesh.devices.flat)
-    known = account(
-        runner.weights, runner.pages, runner.temporary_bytes(), devices, pool.num_blocks, pool.block_size
-    )
-    return str(known)
+    in_use = (runner.weights, runner.pages, runner.temporary_bytes())
+    return str(account(*in_use, devices, pool.num_blocks, pool.block_size))
 
 
-def resolve_dtype(asked: str, stored: str, platform: str) -> np.dtype[Any]:
+def resolve_dtype(name: str, stored: str, platform: str) -> np.dtype[Any]:
     """auto: the checkpoint's own, but float32 on CPUs, where bfloat16 is many times slower."""
-    if asked != "auto":
-        return np.dtype(DTYPES[asked])
+    if name != "auto":
+        return np.dtype(DTYPES[name])
     if platform == "cpu":
         return np.dtype(np.float32)
     return np.dtype(jnp.float16 if stored == "float16" and platform == "gpu" else jnp.bfloat16)

@@ -101,8 +101,8 @@ def free_bytes(devices: list[jax.Device]) -> int | None:
 
 def _free_host_bytes() -> int:
     meminfo = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
-    return int(found[1]) << 10 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
+    return int(available[1]) << 10 if available else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check(checkpoint: Checkpoint, pieces: Iterable[Piece]) -> None:

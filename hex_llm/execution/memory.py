@@ -61,13 +61,9 @@ class MemoryAccount:
     block_size: int
 
     def __str__(self) -> str:
-        parts = {
-            "weights": self.weights,
-            "KV cache": self.kv,
-            "temporaries": self.temporaries,
-            "free": self.free,
-        }
-        sizes = ", ".join(f"{name} {_size(n)}" for name, n in parts.items() if n is not None)
+        names = ("weights", "KV cache", "temporaries", "free")
+        parts = zip(names, (self.weights, self.kv, self.temporaries, self.free), strict=True)
+        sizes = ", ".join(f"{name} {_size(n)}" for name, n in parts if n is not None)
         tokens = self.num_blocks * self.block_size
         return f"memory: {sizes}; {self.num_blocks:,} blocks of {self.block_size}: {tokens:,} tokens fit"
 
@@ -80,31 +76,21 @@ def account(
     num_blocks: int,
     block_size: int,
 ) -> MemoryAccount:
-    free = free_bytes(devices)
-    return MemoryAccount(
-        _bytes_on(devices[0], weights),
-        _bytes_on(devices[0], pages),
-        temporaries,
-        free,
-        num_blocks - 1,
-        block_size,
-    )
+    held, kv = _bytes_on(devices[0], weights), _bytes_on(devices[0], pages)
+    return MemoryAccount(held, kv, temporaries, free_bytes(devices), num_blocks - 1, block_size)
 
 
 @contextmanager
-def explained(config: EngineConfig, what: str, known: str) -> Iterator[None]:
-    """Running out of device memory becomes an error with the account (`known`) and the one flag to change."""
+def explained(config: EngineConfig, what: str, memory: str) -> Iterator[None]:
+    """Running out of device memory becomes an error with the account (`memory`) and the flag to change."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        change = (
-            f"--hbm_utilization_factor={config.hbm_utilization_factor}"
-            if config.num_blocks is None
-            else f"--num_blocks={config.num_blocks}"
-        )
-        raise ConfigError(f"{change}: out of device memory while {what}; lower it ({known})") from error
+        flag = "hbm_utilization_factor" if config.num_blocks is None else "num_blocks"
+        change = f"--{flag}={getattr(config, flag)}"
+        raise ConfigError(f"{change}: out of device memory while {what}; lower it ({memory})") from error
 
 
 def _bytes_on(device: jax.Device, arrays: Any) -> int:

@@ -18,18 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from hex_llm.execution.batch import StepShape, unpack
 from hex_llm.execution.results import CHOICE_SIZE, first_token_ids, pack_choices, pack_tokens
-from hex_llm.execution.sampling import (
-    Chosen,
-    Features,
-    adjusted,
-    choose,
-    logprobs_of,
-    no_logprobs,
-    tokens,
-)
+from hex_llm.execution.sampling import Chosen, Features, adjusted, choose, logprobs_of, no_logprobs, tokens
 from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens
-from hex_llm.kernels.attention import PagedAttention
-from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.kernels.attention import Options, PagedAttention
+from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.models import decoder
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
@@ -98,10 +90,10 @@ class ProgramSpec(NamedTuple):
 
 
 def described(
-    key: Key, setting: ProgramContext, weights: Weights, pages: Pages, slots: jax.Array
+    key: Key, context: ProgramContext, weights: Weights, pages: Pages, slots: jax.Array
 ) -> ProgramSpec:
     """Weights, pages and slots need not exist: their shapes and where they lie are enough."""
-    spec, mesh, layout, attend, fused_moe = setting
+    spec, mesh, layout = context.spec, context.mesh, context.layout
     whole = NamedSharding(mesh, P())
     logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
 
@@ -110,7 +102,7 @@ def described(
 
     match key:
         case StepShape():
-            step = partial(forward, shape=key, spec=spec, layout=layout, attend=attend, fused_moe=fused_moe)
+            step = partial(forward, shape=key, context=context)
             hidden = whole if key.num_prefills else None
             results = (logits_lie, whole, hidden, [NamedSharding(mesh, PAGES)] * len(pages))
             return ProgramSpec(step, (weights, pages, slots, _ints(key.packed_size)), (1,), results)
@@ -145,10 +137,7 @@ def forward(
     packed: jax.Array,
     *,
     shape: StepShape,
-    spec: ModelSpec,
-    layout: SlotLayout,
-    attend: PagedAttention,
-    fused_moe: RoutedExperts,
+    context: ProgramContext,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Pages]:
     """What a step leaves for the choice of tokens, and the pages. R is shape.num_choices.
 
@@ -156,6 +145,7 @@ def forward(
     (padding's if it is not wanted), the number of tokens before the choice; and, for those who want the log-
     probabilities of their prompt, hidden [T, D] of the prefilled tokens.
     """
+    spec, _, layout, attend, fused_moe = context
     inputs = unpack(packed, shape)
     batch = inputs.batch
     token_ids = SlotRows(layout, slots, inputs.slots).token_at(batch.sequences, batch.positions)
@@ -170,21 +160,16 @@ def forward(
 
 
 def choose_tokens(
-    slots: jax.Array,
-    logits: jax.Array,
-    rows: jax.Array,
-    *,
-    layout: SlotLayout,
-    variant: Features | None,
+    slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout, variant: Features | None
 ) -> tuple[jax.Array, jax.Array]:
     """Packed choices (results.py), and the slots with the chosen tokens appended."""
     own, chosen_slots, num_tokens = rows
     remembered = SlotRows(layout, slots, own)
-    asked = remembered.sampling(num_tokens)
+    sampling = remembered.sampling(num_tokens)
     if variant is None:
-        chosen = choose(logits, asked, remembered)
+        chosen = choose(logits, sampling, remembered)
     else:
-        chosen = Chosen(tokens(logits, asked, variant), *no_logprobs(len(logits)))
+        chosen = Chosen(tokens(logits, sampling, variant), *no_logprobs(len(logits)))
     return pack_choices(chosen), append_tokens(layout, slots, chosen_slots, num_tokens, chosen.token_ids)
 
 
@@ -215,17 +200,12 @@ def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:
     """Each device attends with its own KV heads; nothing is exchanged."""
     if mesh.size == 1:
         return attend
-    q, kv, whole = P(None, TP, None, None), P(None, TP, None), P()
+    heads, kv_heads = P(None, TP, None, None), P(None, TP, None)
+    specs: dict[str, Any] = {"in_specs": (heads, kv_heads, kv_heads, PAGES, P()), "out_specs": (heads, PAGES)}
 
-    def split(*arrays: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
-        local = jax.shard_map(
-            partial(attend, **options),
-            mesh=mesh,
-            in_specs=(q, kv, kv, PAGES, whole),
-            out_specs=(q, PAGES),
-            check_vma=False,
-        )
-        out: tuple[jax.Array, jax.Array] = local(*arrays)
+    def split(q: Any, k: Any, v: Any, pages: Any, batch: Any, options: Options) -> tuple[Any, Any]:
+        local = jax.shard_map(partial(attend, options=options), mesh=mesh, check_vma=False, **specs)
+        out: tuple[Any, Any] = local(q, k, v, pages, batch)
         return out
 
     return split
@@ -235,16 +215,14 @@ def split_by_width(fused_moe: RoutedExperts, mesh: Mesh) -> RoutedExperts:
     """Each device has its own part of every expert's width; what they say is summed over the devices."""
     if mesh.size == 1:
         return fused_moe
-    whole, gate_up, down = P(), P(None, None, TP, None), P(None, None, TP)
+    widths = P(None, None, TP, None), P(None, None, TP)
+    specs: dict[str, Any] = {"in_specs": (P(), P(), P(), *widths), "out_specs": P()}
 
-    def split(*arrays: Any, **options: Any) -> jax.Array:
-        def local(*arrays: Any) -> jax.Array:
-            return jax.lax.psum(fused_moe(*arrays, **options), TP)
+    def split(x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, options: ExpertOptions) -> Any:
+        def summed(*arrays: Any) -> Any:
+            return jax.lax.psum(partial(fused_moe, options=options)(*arrays), TP)
 
-        specs = (whole, whole, whole, gate_up, down)
-        out: jax.Array = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(
-            *arrays
-        )
-        return out
+        local = jax.shard_map(summed, mesh=mesh, check_vma=False, **specs)
+        return local(x, chosen, scores, gate_up, down)
 
     return split

@@ -88,9 +88,8 @@ class Runner:
         self.pages = allocate_pages(spec, mesh, num_blocks, devices)
         self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
         self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
-        self._features = [
-            0
-        ] * self.layout.num_slots  # of each slot, as plain numbers: flags are slow to combine
+        # Of each slot, as plain numbers: flags are slow to combine.
+        self._features = [0] * self.layout.num_slots
         # Where branches cost little, one program chooses tokens, whatever is wanted.
         self.branches = self._platform != "gpu"
         self.num_late_compiles = 0
@@ -98,13 +97,9 @@ class Runner:
         self.is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self._precision = "highest" if dtype == np.float32 else "default"
-        self._setting = programs.ProgramContext(
-            spec,
-            mesh,
-            self.layout,
-            programs.split_by_head(kernels.attend, mesh),
-            programs.split_by_width(kernels.fused_moe, mesh),
-        )
+        attend = programs.split_by_head(kernels.attend, mesh)
+        fused_moe = programs.split_by_width(kernels.fused_moe, mesh)
+        self._context = programs.ProgramContext(spec, mesh, self.layout, attend, fused_moe)
         self.compiled: dict[Key, Program] = {}
         self._executables = None if kept_in is None else self._executable_cache(kept_in)
         self.recorder = Recorder(config.profile)
@@ -120,21 +115,21 @@ class Runner:
         with self.recorder.phase("pack"):
             packed = pack(plan, shape, self.config.block_size)
         logits, rows, hidden, self.pages = step(self.weights, self.pages, self.slots, packed)
-        wanted = reduce(or_, (self._features[chunk.slot] for chunk in plan.chunks))
-        choices = self._choose(logits, rows, Features(wanted))
+        features = Features(reduce(or_, (self._features[chunk.slot] for chunk in plan.chunks)))
+        choices = self._choose(logits, rows, features)
         choices.copy_to_host_async()
         return InFlight(plan, shape, choices, hidden)
 
-    def _choose(self, logits: jax.Array, rows: jax.Array, wanted: Features) -> jax.Array:
+    def _choose(self, logits: jax.Array, rows: jax.Array, features: Features) -> jax.Array:
         num_rows, adjusted = len(logits), logits
         if self.branches:
             choices, self.slots = self._program(Choose(num_rows))(self.slots, logits, rows)
             return choices
-        if Features.ADJUSTED in wanted:
+        if Features.ADJUSTED in features:
             adjusted = self._program(Adjust(num_rows))(self.slots, logits, rows)
-        choose = self._program(Choose(num_rows, variant_of(wanted)))
+        choose = self._program(Choose(num_rows, variant_of(features)))
         choices, self.slots = choose(self.slots, adjusted, rows)
-        if Features.LOGPROBS in wanted:
+        if Features.LOGPROBS in features:
             choices = self._program(AddLogprobs(num_rows))(logits, choices)
         return choices
 
@@ -143,11 +138,8 @@ class Runner:
         with self.recorder.phase("wait"):
             choices, first = np.asarray(step.choices), step.shape.num_decodes
         self.recorder.read_step()
-        decodes, prefills = (
-            choices[: len(step.plan.decodes)],
-            choices[first : first + len(step.plan.prefills)],
-        )
-        return Choices(np.concatenate([decodes, prefills]))
+        prefills = choices[first : first + len(step.plan.prefills)]
+        return Choices(np.concatenate([choices[: len(step.plan.decodes)], prefills]))
 
     def prompt_logprobs(self, step: InFlight, row: int, following: Ints) -> npt.NDArray[Any]:
         """Rows of results.TOKEN: of the tokens that follow the first ones of a step's prefill. Rare, so the
@@ -190,22 +182,17 @@ class Runner:
         rows = sorted({shape.num_choices for shape in shapes})
         kinds: list[Callable[[int], Key]] = [Choose]
         if not self.branches:
-            kinds = [
-                *(partial(Choose, variant=variant) for variant in reversed(VARIANTS)),
-                AddLogprobs,
-                Adjust,
-            ]
+            chosen = (partial(Choose, variant=variant) for variant in reversed(VARIANTS))
+            kinds = [*chosen, AddLogprobs, Adjust]
         choices = [kind(n) for kind in kinds for n in reversed(rows)]
         writes = [Write("all", n) for n in sizes] + [Write("allowed", n) for n in sizes]
         return [*choices, *reversed(shapes), PromptLogprobs(PROMPT_ROWS), *writes]
 
     def temporary_bytes(self) -> int:
         """What the largest program that was compiled needs besides weights, pages and slots."""
-        known = [p.memory_analysis() for p in self.compiled.values() if hasattr(p, "memory_analysis")]
-        return max(
-            (m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in known if m),
-            default=0,
-        )
+        sizes = [p.memory_analysis() for p in self.compiled.values() if hasattr(p, "memory_analysis")]
+        needed = (s.temp_size_in_bytes + s.output_size_in_bytes - s.alias_size_in_bytes for s in sizes if s)
+        return max(needed, default=0)
 
     # ---- programs
 
@@ -227,10 +214,8 @@ class Runner:
 
     def _compile(self, key: Key) -> Any:
         function, arguments, donated, out_shardings = self._described(key)
-        if (
-            self._executables is not None
-            and (kept := self._executables.load(repr(key), arguments, out_shardings)) is not None
-        ):
+        kept = self._executables and self._executables.load(repr(key), arguments, out_shardings)
+        if kept is not None:
             return kept
         with jax.default_matmul_precision(self._precision):
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings)
@@ -240,11 +225,10 @@ class Runner:
         return compiled
 
     def _executable_cache(self, folder: Path) -> ExecutableCache:
-        held = jax.tree.map(
-            lambda x: (x.shape, x.dtype.name, str(x.sharding)), (self.weights, self.pages, self.slots)
-        )
-        setting = (self.spec, self.layout, self.config.block_size, self._precision, held)
-        return ExecutableCache(folder, list(self.mesh.devices.flat), *setting)
+        held = (self.weights, self.pages, self.slots)
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype.name, str(x.sharding)), held)
+        made_from = (self.spec, self.layout, self.config.block_size, self._precision, shapes)
+        return ExecutableCache(folder, list(self.mesh.devices.flat), *made_from)
 
     def _options(self, key: Key) -> dict[str, Any] | None:
         if self._platform != "gpu":
@@ -264,7 +248,7 @@ class Runner:
         return run
 
     def _described(self, key: Key) -> programs.ProgramSpec:
-        return programs.described(key, self._setting, self.weights, self.pages, self.slots)
+        return programs.described(key, self._context, self.weights, self.pages, self.slots)
 
     def _write(self, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> None:
         if not rows:
@@ -279,15 +263,15 @@ class Runner:
 
     def _run_all(self) -> None:
         """Loads every program onto the devices and proves that its memory is there; padding alone runs."""
-        wants = [Features(0)] if self.branches else [*VARIANTS, Features.ADJUSTED | Features.LOGPROBS]
+        combinations = [Features(0)] if self.branches else [*VARIANTS, Features.ADJUSTED | Features.LOGPROBS]
         chosen_for: set[int] = set()  # numbers of rows, which shapes share
         for shape in self.paddings.all_shapes():
             packed = np.zeros(shape.packed_size, np.int32)
             logits, rows, _, self.pages = self._program(shape)(self.weights, self.pages, self.slots, packed)
             if shape.num_choices not in chosen_for:
                 chosen_for.add(shape.num_choices)
-                for wanted in wants:
-                    self._choose(logits, rows, wanted)
+                for features in combinations:
+                    self._choose(logits, rows, features)
         jax.block_until_ready(self.slots)
 
 

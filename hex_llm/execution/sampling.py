@@ -121,22 +121,22 @@ def choose(logits: jax.Array, rows: SamplingRows, slots: RowState) -> Chosen:
     return Chosen(token_ids, *logprobs)
 
 
-def wanted(rows: SamplingRows) -> Features:
+def wanted_features(rows: SamplingRows) -> Features:
     """By any of the rows, which lie on the host here."""
     random = _random(rows)
-    asked = {
+    wanted_by = {
         Features.RANDOM: random,
         Features.CUT: random & ((rows.top_k > 0) | (rows.top_p < 1)),
         Features.TYPICAL: random & (rows.typical_p < 1),
         Features.ADJUSTED: _adjusts(rows),
         Features.LOGPROBS: rows.num_logprobs >= 0,
     }
-    return Features(sum(want for want, by in asked.items() if np.any(by)))
+    return Features(sum(feature for feature, rows in wanted_by.items() if np.any(rows)))
 
 
-def variant_of(wanted: Features) -> Features:
-    """The first of VARIANTS that can do it."""
-    return next(variant for variant in VARIANTS if wanted & VARIANTS[-1] & ~variant == 0)
+def variant_of(features: Features) -> Features:
+    """The first of VARIANTS that can do them."""
+    return next(variant for variant in VARIANTS if features & VARIANTS[-1] & ~variant == 0)
 
 
 def logprobs_of(logits: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -172,8 +172,8 @@ def _largest_by_passes(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Arra
         # Less than any float's key, so that none is taken twice, not even where only -inf is left.
         return jnp.where(token_ids == largest[:, None], jnp.int32(-(2**31)), left), largest
 
-    _, found = lax.scan(take, keys, length=num)
-    return jnp.take_along_axis(logits, found.T, axis=-1), found.T
+    _, largest_ids = lax.scan(take, keys, length=num)
+    return jnp.take_along_axis(logits, largest_ids.T, axis=-1), largest_ids.T
 
 
 def no_logprobs(num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -185,10 +185,8 @@ def adjusted(logits: jax.Array, rows: SamplingRows, slots: RowState, branches: b
     """The logits that greedy and random rows alike choose by: bias, penalties and mask applied. A row with
     NaN or infinity, which a mask could hide, becomes NaN."""
 
-    def when(wanted: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
-        return (
-            lax.cond(jnp.any(wanted), change, lambda logits: logits, logits) if branches else change(logits)
-        )
+    def when(rows: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
+        return lax.cond(jnp.any(rows), change, lambda x: x, logits) if branches else change(logits)
 
     usable = _count(~(logits < jnp.inf)) == 0  # NaN compares false
     logits = jnp.where(usable[:, None], logits, jnp.nan)
@@ -266,8 +264,8 @@ def _adjusts(rows: SamplingRows) -> jax.Array:
 def _likeliest(logits: jax.Array) -> jax.Array:
     """[R] i32; -1 where its logit is not finite. NaN and infinity win an argmax, so neither goes unseen."""
     token_ids = lax.argmax(logits, logits.ndim - 1, jnp.int32)
-    found = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
-    return jnp.where(jnp.isfinite(found), token_ids, -1)
+    largest = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.isfinite(largest), token_ids, -1)
 
 
 def _biased(logits: jax.Array, rows: SamplingRows, slots: RowState) -> jax.Array:

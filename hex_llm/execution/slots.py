@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hex_llm.execution.batch import Ints
-from hex_llm.execution.sampling import BIASED, MASKED, Features, SamplingRows, wanted
+from hex_llm.execution.sampling import BIASED, MASKED, Features, SamplingRows, wanted_features
 from hex_llm.sampling_params import MAX_TOKEN_IDS, RANGES, SamplingParams
 
 NOT_WANTED = -1
@@ -31,13 +31,7 @@ class Field(NamedTuple):
 
 
 SCALARS = {
-    "temperature": Field(dtype=np.float32),
-    "top_p": Field(dtype=np.float32),
-    "min_p": Field(dtype=np.float32),
-    "typical_p": Field(dtype=np.float32),
-    "presence_penalty": Field(dtype=np.float32),
-    "frequency_penalty": Field(dtype=np.float32),
-    "repetition_penalty": Field(dtype=np.float32),
+    **dict.fromkeys(RANGES, Field(dtype=np.float32)),  # temperature and the like
     "top_k": Field(),
     "seed": Field(2),
     "num_prompt": Field(),
@@ -81,12 +75,7 @@ class SlotLayout:
         return sum(field.size for field in self.fields.values())
 
     def record(
-        self,
-        params: SamplingParams,
-        seed: int,
-        num_prompt: int,
-        token_ids: list[int],
-        allowed: Ints | None,
+        self, params: SamplingParams, seed: int, num_prompt: int, token_ids: list[int], allowed: Ints | None
     ) -> Ints:
         """A sequence's whole row; `allowed` None: every token is."""
         bias = params.logit_bias or {}
@@ -110,7 +99,9 @@ class SlotLayout:
 
     def features(self, row: Ints) -> Features:
         """What a `record` asks of the choice of tokens."""
-        return wanted(_sampling(self, row[None, : self.num_scalars], lambda bits: bits.view(np.float32)))
+        return wanted_features(
+            _sampling(self, row[None, : self.num_scalars], lambda bits: bits.view(np.float32))
+        )
 
     def empty(self) -> Ints:
         """The rows of all slots before anything runs; padding is greedy."""

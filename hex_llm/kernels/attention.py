@@ -24,6 +24,14 @@ class Mask(NamedTuple):
     attention_chunk: int | None = None  # its own stretch of `attention_chunk` positions
 
 
+class Options(NamedTuple):
+    """How a layer attends."""
+
+    mask: Mask
+    scale: float  # of the scores
+    softcap: float | None
+
+
 def first_key(position: Array, mask: Mask) -> Array:
     """The first key that a query sees."""
     first = jnp.zeros_like(position)
@@ -58,10 +66,7 @@ class PagedAttention(Protocol):
         v: Array,  # [T, K, H]
         pages: Array,  # [N, block, K, 2, H]
         batch: Batch,
-        *,
-        mask: Mask,
-        scale: float,
-        softcap: float | None,
+        options: Options,
     ) -> tuple[Array, Array]:
         """Attention out [T, K, G, H], and the pages."""
         ...

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.attention import Batch, Options
 from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.reference import write_kv
 
@@ -91,15 +91,7 @@ def to_panels(weight: jax.Array, num_output_axes: int, width: int, turned: bool 
 
 
 def paged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pages: jax.Array,
-    batch: Batch,
-    *,
-    mask: Mask,
-    scale: float,
-    softcap: float | None,
+    q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, batch: Batch, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """See kernels.attention.PagedAttention."""
     pages = write_kv(k, v, pages, batch.kv_slots)
@@ -110,10 +102,10 @@ def paged_attention(
         tables,
         batch.positions,
         batch.sequences,
-        scale=np.float32(scale),
-        softcap=np.float32(softcap or 0),
-        window=np.int64(mask.window or 0),
-        chunk=np.int64(mask.attention_chunk or 0),
+        scale=np.float32(options.scale),
+        softcap=np.float32(options.softcap or 0),
+        window=np.int64(options.mask.window or 0),
+        chunk=np.int64(options.mask.attention_chunk or 0),
     )
     return out, pages
 
@@ -143,11 +135,11 @@ def claim_folder(folder: Path) -> bool:
 
 
 def _load_library() -> ctypes.CDLL:
-    kept = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if kept and "://" not in kept and claim_folder(Path(kept)):
-        return ctypes.CDLL(str(_compile(Path(kept))))
-    with tempfile.TemporaryDirectory() as fresh:  # once loaded, the file is not needed
-        return ctypes.CDLL(str(_compile(Path(fresh))))
+    cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if cache and "://" not in cache and claim_folder(Path(cache)):
+        return ctypes.CDLL(str(_compile(Path(cache))))
+    with tempfile.TemporaryDirectory() as folder:  # once loaded, the file is not needed
+        return ctypes.CDLL(str(_compile(Path(folder))))
 
 
 def _compile(folder: Path) -> Path:

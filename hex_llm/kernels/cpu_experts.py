@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.experimental.pallas import cdiv
 
 from hex_llm.kernels.cpu import Panels
-from hex_llm.kernels.experts import Activation, by_expert, combined
+from hex_llm.kernels.experts import ExpertOptions, by_expert, combined
 
 FEW_ROWS, MANY_ROWS = 8, 32  # of a block
 
@@ -21,11 +21,10 @@ def fused_moe(
     scores: Array,
     gate_up: tuple[Panels, ...],
     down: tuple[Panels, ...],
-    *,
-    activation: Activation,
-    scale_input: bool,
+    options: ExpertOptions,
 ) -> Array:
     """See kernels.experts.RoutedExperts; each expert's matrices are in panels of their own."""
+    activation, scale_input = options
     num_tokens, per_token = chosen.shape
     num_pairs = chosen.size
     # No expert has more rows than there are tokens.

@@ -9,12 +9,17 @@ shapes: E experts, k of them for each token; the others as in kernels/attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array
 
 Activation = Callable[[Array], Array]
+
+
+class ExpertOptions(NamedTuple):
+    activation: Activation
+    scale_input: bool  # scores scale the inputs of experts, not their outputs
 
 
 class RoutedExperts(Protocol):
@@ -27,9 +32,7 @@ class RoutedExperts(Protocol):
         scores: Array,  # [T, k] float32
         gate_up: Any,  # [E, 2, F, D]
         down: Any,  # [E, D, F]
-        *,
-        activation: Activation,
-        scale_input: bool,  # scores scale the inputs of experts, not their outputs
+        options: ExpertOptions,
     ) -> Array:
         """[T, D]"""
         ...
@@ -43,16 +46,10 @@ def by_expert(chosen: Array, num_experts: int) -> tuple[Array, Array]:
 
 
 def dense(
-    x: Array,
-    chosen: Array,
-    scores: Array,
-    gate_up: Array,
-    down: Array,
-    *,
-    activation: Activation,
-    scale_input: bool,
+    x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array, options: ExpertOptions
 ) -> Array:
     """See RoutedExperts. All experts see all tokens: the oracle, and for what there is no other form."""
+    activation, scale_input = options
     rows = jnp.arange(len(x))[:, None]
     spread = jnp.zeros((len(x), len(gate_up)), jnp.float32).at[rows, chosen].set(scores)
     weights = spread.astype(x.dtype).T[:, :, None]  # [E, T, 1]

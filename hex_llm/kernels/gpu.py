@@ -17,8 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from hex_llm.kernels import gpu_cudnn
-from hex_llm.kernels.attention import Batch, Mask
-from hex_llm.kernels.gpu_kernel import Options, PartialSoftmax, Tiling, attend, next_power, write_kv
+from hex_llm.kernels.attention import Batch, Options
+from hex_llm.kernels.gpu_kernel import Cache, PartialSoftmax, Tiling, attend, next_power, write_kv
 
 MIN_DOT = 16  # the least side of a matrix product
 MAX_GROUP = 64  # query heads per KV head
@@ -34,37 +34,29 @@ def can_attend(group: int, head_dim: int, dtype: Any) -> bool:
 
 
 def paged_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    pages: Array,
-    batch: Batch,
-    *,
-    mask: Mask,
-    scale: float,
-    softcap: float | None,
+    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
 ) -> tuple[Array, Array]:
     """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
     are exact, and there a row's result does not depend on the others of the batch."""
     pages, semaphores = write_kv(k, v, pages, batch.kv_slots)
-    options = Options(mask, scale, softcap)
     num_decode = len(batch.decode_tables)
     parts = []
     if num_decode:
         tiling = decode_tiling(q[:num_decode], pages, batch.decode_tables)
         rows = (q[:num_decode], batch.positions[:num_decode], None)
-        parts.append(attend(*rows, pages, batch.decode_tables, semaphores[:num_decode], options, tiling))
+        cache = Cache(pages, batch.decode_tables, semaphores[:num_decode])
+        parts.append(attend(*rows, cache, options, tiling))
     if len(batch.prefill_tables):
         tokens = (q, k, v, semaphores, batch.positions, batch.sequences, batch.kv_slots)
         q, k, v, semaphores, positions, sequences, slots = (x[num_decode:] for x in tokens)
-        arguments = (pages, batch.prefill_tables, semaphores, options)
+        cache = Cache(pages, batch.prefill_tables, semaphores)
         sequences, tiling = sequences - num_decode, prefill_tiling(q, pages, batch.prefill_tables)
         if cudnn_begins(q, pages, options):
             # Padding, which lands in block 0, becomes a sequence of its own.
             sequences = jnp.where(slots < pages.shape[1], len(batch.prefill_tables), sequences)
-            parts.append(continued_prefill(q, k, v, positions, sequences, *arguments, tiling))
+            parts.append(continued_prefill(q, k, v, positions, sequences, cache, options, tiling))
         else:
-            parts.append(prefill(q, positions, sequences, *arguments, tiling))
+            parts.append(prefill(q, positions, sequences, cache, options, tiling))
     return jnp.concatenate(parts), pages
 
 
@@ -111,19 +103,12 @@ def prefill_tiling(q: Array, pages: Array, tables: Array) -> Tiling:
 
 
 def prefill(
-    q: Array,
-    positions: Array,
-    sequences: Array,
-    pages: Array,
-    tables: Array,
-    semaphores: Array,
-    options: Options,
-    tiling: Tiling,
+    q: Array, positions: Array, sequences: Array, cache: Cache, options: Options, tiling: Tiling
 ) -> Array:
     """q [T, K, G, H], rows of a sequence together. Padding, wherever it says it belongs, stays finite."""
     sequences = jnp.maximum(sequences, 0)
-    starts = row_blocks(sequences, len(tables), tiling.rows // q.shape[2])
-    return attend(q, positions, (sequences, starts), pages, tables, semaphores, options, tiling)
+    starts = row_blocks(sequences, len(cache.tables), tiling.rows // q.shape[2])
+    return attend(q, positions, (sequences, starts), cache, options, tiling)
 
 
 def continued_prefill(
@@ -132,25 +117,21 @@ def continued_prefill(
     v: Array,
     positions: Array,
     sequences: Array,
-    pages: Array,
-    tables: Array,
-    semaphores: Array,
+    cache: Cache,
     options: Options,
     tiling: Tiling,
 ) -> Array:
     """As `prefill`, but cuDNN does what rows see of k and v [T, K, H], the step's own. Sequences lie in
     order, then padding, which is of the sequence after the last and becomes 0."""
-    num_seqs = len(tables)
+    num_seqs = len(cache.tables)
     lengths = jnp.sum(sequences == jnp.arange(num_seqs)[:, None], axis=1, dtype=jnp.int32)
     out, logs = gpu_cudnn.causal(q, k, v, lengths, window=options.mask.window, scale=options.scale)
     starts = row_blocks(sequences, num_seqs, tiling.rows // q.shape[2])
     first_rows = jnp.append(jnp.cumsum(lengths) - lengths, 0)
     owners = sequences[starts[:-1]]
     cached = jnp.where(owners < num_seqs, positions[first_rows[owners]], -1)
-    partial_softmax = PartialSoftmax(out, logs, cached)
-    return attend(
-        q, positions, (sequences, starts), pages, tables, semaphores, options, tiling, partial_softmax
-    )
+    begun = PartialSoftmax(out, logs, cached)
+    return attend(q, positions, (sequences, starts), cache, options, tiling, begun)
 
 
 def row_blocks(sequences: Array, num_seqs: int, length: int) -> Array:

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.experts import Activation, by_expert, combined
+from hex_llm.kernels.experts import Activation, ExpertOptions, by_expert, combined
 from hex_llm.kernels.gpu_kernel import dot, index_grid, launched, next_power
 
 MIN_ROWS, MAX_ROWS = 16, 128
@@ -59,9 +59,7 @@ def fused_moe(
     scores: Array,
     gate_up: Array,
     down: Array,
-    *,
-    activation: Activation,
-    scale_input: bool,
+    options: ExpertOptions,
     tilings: tuple[Tiling, Tiling] | None = None,
 ) -> Array:
     """See kernels.experts.RoutedExperts. float32 products are exact, and there a row's result does not depend
@@ -71,9 +69,9 @@ def fused_moe(
     num_tokens, per_token = chosen.shape
     pairs = (*by_expert(chosen, num_experts), scores.reshape(-1))
     both = gate_up.reshape(num_experts, 2 * width, num_inputs)
-    first = Product(per_token, activation, scale_input, tilings[0])
+    first = Product(per_token, options.activation, options.scale_input, tilings[0])
     hidden = multiply(x, *pairs, both, (chosen.size, width), x.dtype, first)
-    second = Product(per_token, None, not scale_input, tilings[1])
+    second = Product(per_token, None, not options.scale_input, tilings[1])
     splits = tilings[1].splits
     summed = x.dtype if splits * per_token == 1 else jnp.float32
     expert_out = multiply(hidden, *pairs, down, (splits, chosen.size, len(x[0])), summed, second)

@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Mask, first_key
+from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Mask, Options, first_key
 
 LAST = 2**31 - 1  # after every position
 LOG2_E = math.log2(math.e)
@@ -43,11 +43,12 @@ class Tiling:
     stages: int
 
 
-@dataclass(frozen=True)
-class Options:
-    mask: Mask
-    scale: float
-    softcap: float | None
+class Cache(NamedTuple):
+    """The keys and values that rows attend to."""
+
+    pages: Array  # [N, block, K, 2, H]
+    tables: Array  # [S, B]
+    semaphores: Array  # [T, K], see write_kv
 
 
 class PartialSoftmax(NamedTuple):
@@ -139,15 +140,14 @@ def attend(
     q: Array,
     positions: Array,
     blocks: tuple[Array, Array] | None,  # sequences of rows, starts of blocks; None: rows are single
-    pages: Array,
-    tables: Array,
-    semaphores: Array,
+    cache: Cache,
     options: Options,
     tiling: Tiling,
     partial_softmax: PartialSoftmax | None = None,
 ) -> Array:
     num_rows, num_kv_heads, group, head_dim = q.shape
     width = num_kv_heads * group * head_dim
+    pages, tables, semaphores = cache
     sequences, starts = blocks or (None, None)
     flat_q, flat_pages = q.reshape(num_rows, width), pages.reshape(-1, num_kv_heads * 2 * head_dim)
     inputs = Inputs(positions, sequences, starts, tables, flat_q, flat_pages)

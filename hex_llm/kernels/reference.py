@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Batch, Mask
+from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Batch, Mask, Options
 
 DECODE_STRETCH = 256  # keys of each sequence scored at a time
 PREFILL_STRETCH = 128
@@ -26,29 +26,19 @@ Softmax = tuple[Array, Array, Array]
 
 
 def paged_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    pages: Array,
-    batch: Batch,
-    *,
-    mask: Mask,
-    scale: float,
-    softcap: float | None,
+    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
 ) -> tuple[Array, Array]:
     """See kernels.attention.PagedAttention."""
     pages = write_kv(k, v, pages, batch.kv_slots)
-    q = q * scale
+    q = q * options.scale
     num_decode = len(batch.decode_tables)
     positions, sequences = batch.positions, batch.sequences - num_decode
     parts = []
     if num_decode:
-        parts.append(
-            _decode(q[:num_decode], positions[:num_decode], pages, batch.decode_tables, mask, softcap)
-        )
+        parts.append(_decode(q[:num_decode], positions[:num_decode], pages, batch.decode_tables, options))
     if len(batch.prefill_tables):
         rows = (q[num_decode:], positions[num_decode:], sequences[num_decode:])
-        parts.append(_prefill(rows, pages, batch.prefill_tables, mask, softcap))
+        parts.append(_prefill(rows, pages, batch.prefill_tables, options))
     return jnp.concatenate(parts), pages
 
 
@@ -60,9 +50,7 @@ def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> Array:
     return pages.at[slots // block_size, slots % block_size].set(kv)
 
 
-def _decode(
-    q: Array, positions: Array, pages: Array, tables: Array, mask: Mask, softcap: float | None
-) -> Array:
+def _decode(q: Array, positions: Array, pages: Array, tables: Array, options: Options) -> Array:
     """q [S, K, G, H], one row for each sequence."""
     tables, length = _stretches(tables, pages, DECODE_STRETCH)
 
@@ -71,17 +59,15 @@ def _decode(
         # On CPUs a product copies its second factor: let that be the few queries, and let it stay so.
         scores = jnp.einsum("skch,skgh->skcg", keys, q, preferred_element_type=jnp.float32)
         scores = jax.lax.optimization_barrier(scores).swapaxes(2, 3)
-        visible = _visible(positions[:, None], i * length + jnp.arange(length), mask)
+        visible = _visible(positions[:, None], i * length + jnp.arange(length), options.mask)
         seen = jnp.where(visible[:, None, :, None], values, 0)  # 0 times what a former owner left may be NaN
         weighted = lambda weights: jnp.einsum("skgc,skch->skgh", weights, seen)  # noqa: E731
-        return _accumulate(running, _capped(scores, softcap), visible[:, None, None], weighted)
+        return _accumulate(running, _capped(scores, options.softcap), visible[:, None, None], weighted)
 
     return _finish(jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q)), q)
 
 
-def _prefill(
-    rows: tuple[Array, Array, Array], pages: Array, tables: Array, mask: Mask, softcap: float | None
-) -> Array:
+def _prefill(rows: tuple[Array, Array, Array], pages: Array, tables: Array, options: Options) -> Array:
     """rows: q [T, K, G, H], positions [T], sequences [T]."""
     num_seqs = len(tables)
     tables, length = _stretches(tables, pages, PREFILL_STRETCH)
@@ -95,11 +81,11 @@ def _prefill(
         def add(sequence: Array, i: Array, running: Softmax) -> Softmax:
             keys, values = _stretch(pages, tables[sequence, i])  # [K, C, H]
             scores = jnp.einsum("kgth,kch->kgtc", q, keys, preferred_element_type=jnp.float32)
-            visible = _visible(positions[:, None], i * length + jnp.arange(length), mask)
+            visible = _visible(positions[:, None], i * length + jnp.arange(length), options.mask)
             visible &= owned[sequence][:, None]
             seen = jnp.where(visible.any(axis=0)[:, None], values, 0)
             weighted = lambda weights: jnp.einsum("kgtc,kch->kgth", weights, seen)  # noqa: E731
-            return _accumulate(running, _capped(scores, softcap), visible, weighted)
+            return _accumulate(running, _capped(scores, options.softcap), visible, weighted)
 
         def attend_to(sequence: Array, running: Softmax) -> Softmax:
             return jax.lax.fori_loop(0, num_stretches[sequence], partial(add, sequence), running)

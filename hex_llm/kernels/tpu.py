@@ -19,7 +19,7 @@ from jax import Array
 from jax.experimental.pallas import cdiv
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-from hex_llm.kernels.attention import Batch, Mask, first_key
+from hex_llm.kernels.attention import Batch, Mask, Options, first_key
 from hex_llm.kernels.reference import write_kv
 
 LANES = 128  # what a TPU holds side by side: heads and the rows of a table are filled up to multiples of it
@@ -58,15 +58,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def paged_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    pages: Array,
-    batch: Batch,
-    *,
-    mask: Mask,
-    scale: float,
-    softcap: float | None,
+    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
 ) -> tuple[Array, Array]:
     """See kernels.attention.PagedAttention. Pages are `padded_head_dim` wide, and what lies where in a block
     is not as it says there."""
@@ -76,16 +68,17 @@ def paged_attention(
     apart = num_apart(num_kv_heads, shape[-1])
     pages = pages.reshape(num_blocks * apart, block_size, num_kv_heads // apart, 2, shape[-1])
     pages = _write(k, v, pages, batch.kv_slots)
-    options = {"sm_scale": scale, "sliding_window": mask.window, "soft_cap": softcap}
+    mask, scale, softcap = options
+    settings = {"sm_scale": scale, "sliding_window": mask.window, "soft_cap": softcap}
     num_decode = len(batch.decode_tables)
     parts = []
     if num_decode:
-        parts.append(_decode(q[:num_decode], pages, batch, mask, options))
+        parts.append(_decode(q[:num_decode], pages, batch, mask, settings))
     if len(batch.prefill_tables):
         rows = (batch.positions[num_decode:], batch.sequences[num_decode:] - num_decode)
         is_real = batch.kv_slots[num_decode:] >= block_size  # block 0 is nobody's
         runs = prefill_runs(*rows, is_real, batch.prefill_tables, mask, block_size)
-        out = _prefill(q[num_decode:], pages, runs, options)
+        out = _prefill(q[num_decode:], pages, runs, settings)
         # The kernel leaves rows that are in no run as they were in its memory.
         parts.append(jnp.where(is_real[:, None, None, None], out, 0))
     return jnp.concatenate(parts)[..., :head_dim], pages.reshape(shape)
@@ -100,7 +93,7 @@ def _write(k: Array, v: Array, pages: Array, slots: Array) -> Array:
     return write_kv(k, v, pages, slots)
 
 
-def _decode(q: Array, pages: Array, batch: Batch, mask: Mask, options: dict[str, Any]) -> Array:
+def _decode(q: Array, pages: Array, batch: Batch, mask: Mask, settings: dict[str, Any]) -> Array:
     """q [S, K, G, H] -> [S, K, G, H]; heads that lie apart are as many sequences."""
     (num_rows, num_kv_heads), block_size = q.shape[:2], pages.shape[1]
     apart = num_kv_heads // pages.shape[2]
@@ -113,16 +106,16 @@ def _decode(q: Array, pages: Array, batch: Batch, mask: Mask, options: dict[str,
     for i in range(0, len(rows), most):
         part = slice(i, min(i + most, len(rows)))
         runs = decode_runs(positions[part], tables[part], mask, block_size)
-        parts.append(_attend(rows[part], pages, runs, DECODE_ROWS, options))
+        parts.append(_attend(rows[part], pages, runs, DECODE_ROWS, settings))
     return jnp.concatenate(parts).reshape(q.shape)
 
 
-def _prefill(q: Array, pages: Array, runs: Runs, options: dict[str, Any]) -> Array:
+def _prefill(q: Array, pages: Array, runs: Runs, settings: dict[str, Any]) -> Array:
     """q [T, K, G, H] -> [T, K, G, H]; heads that lie apart are as many calls."""
     apart = q.shape[1] // pages.shape[2]
     tables = _pages_of(runs.tables, apart)
     parts = [
-        _attend(heads, pages, runs._replace(tables=tables[:, i]), PREFILL_ROWS, options)
+        _attend(heads, pages, runs._replace(tables=tables[:, i]), PREFILL_ROWS, settings)
         for i, heads in enumerate(jnp.split(q, apart, axis=1))
     ]
     return jnp.concatenate(parts, axis=1)
@@ -205,7 +198,7 @@ def _from_block(tables: Array, first: Array, width: int) -> Array:
     return jnp.take_along_axis(tables, first[:, None] + jnp.arange(width), axis=1, mode="clip")
 
 
-def _attend(q: Array, pages: Array, runs: Runs, max_rows: int, options: dict[str, Any]) -> Array:
+def _attend(q: Array, pages: Array, runs: Runs, max_rows: int, settings: dict[str, Any]) -> Array:
     """q [T, K, G, H] -> [T, K, G, H]."""
     num_rows, num_kv_heads, group, head_dim = q.shape
     block_size, tables = pages.shape[1], runs.tables
@@ -224,7 +217,7 @@ def _attend(q: Array, pages: Array, runs: Runs, max_rows: int, options: dict[str
         runs.num,
         num_kv_pages_per_block=min(num_keys // page_size, MOST_PAGES, tables.shape[1]),
         num_queries_per_block=min(max_rows, num_rows),
-        **options,
+        **settings,
     )
     return out.reshape(q.shape)
 

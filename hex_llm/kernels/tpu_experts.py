@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
-from hex_llm.kernels.experts import Activation, by_expert, dense
+from hex_llm.kernels.experts import ExpertOptions, by_expert, dense
 from hex_llm.kernels.tpu import LANES
 
 FEW_TOKENS = 256  # a v5e multiplies about as many rows in the time that it reads a weight
@@ -19,20 +19,12 @@ MAX_SIDE = 1024  # of a tile of the weights: with all that is read ahead, half o
 
 
 def fused_moe(
-    x: Array,
-    chosen: Array,
-    scores: Array,
-    gate_up: Array,
-    down: Array,
-    *,
-    activation: Activation,
-    scale_input: bool,
-    few_tokens: int = FEW_TOKENS,
-    interpret: bool = False,
+    x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array, options: ExpertOptions
 ) -> Array:
     """See kernels.experts.RoutedExperts."""
-    if len(x) <= few_tokens:
-        return dense(x, chosen, scores, gate_up, down, activation=activation, scale_input=scale_input)
+    if len(x) <= FEW_TOKENS:
+        return dense(x, chosen, scores, gate_up, down, options)
+    activation, scale_input = options
     num_experts, _, width, num_inputs = gate_up.shape
     order, ends = by_expert(chosen, num_experts)
     rows = MAX_ROWS if chosen.size >= MAX_ROWS * num_experts else MIN_ROWS
@@ -42,7 +34,7 @@ def fused_moe(
 
     def product(x: Array, weight: Array) -> Array:
         tiling = (rows, _side(weight.shape[2]), _side(weight.shape[1]))
-        out: Array = gmm(x, weight, sizes, x.dtype, tiling, transpose_rhs=True, interpret=interpret)
+        out: Array = gmm(x, weight, sizes, x.dtype, tiling, transpose_rhs=True)
         return out
 
     inputs = x[pairs // chosen.shape[1]]

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from hex_llm.kernels.attention import Batch, PagedAttention
+from hex_llm.kernels.attention import Batch, Options, PagedAttention
 from hex_llm.kernels.experts import Activation, RoutedExperts
 from hex_llm.models.linear import linear
 from hex_llm.models.moe import moe
@@ -83,15 +83,8 @@ def block(
 ) -> tuple[jax.Array, jax.Array]:
     """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
     q, k, v = project_qkv(rms_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
-    out, pages = attend(
-        q,
-        *contained(k, v),
-        pages,
-        batch,
-        mask=layer.mask,
-        scale=spec.attention_scale,
-        softcap=spec.attn_softcap,
-    )
+    options = Options(layer.mask, spec.attention_scale, spec.attn_softcap)
+    out, pages = attend(q, *contained(k, v), pages, batch, options)
     x = x + post_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
     h = feed_forward(rms_norm(x, w.ffn_norm, spec), w.ffn, spec, layer, fused_moe)
     return x + post_norm(h, w.ffn_post_norm, spec), pages

@@ -54,10 +54,7 @@ class HFConfig:
         return value
 
     def integer(self, key: str, default: Any = REQUIRED, *, low: int = 1) -> int:
-        value = self.get(key, default)
-        limit = LIMITS.get(key, MAX_INT)
-        if value is REQUIRED:
-            raise ModelError(f"config.json lacks {key}: is this a complete model?")
+        value, limit = self._required(key, default), LIMITS.get(key, MAX_INT)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= limit:
             raise ModelError(
                 f"config.json: {key}={shown(value)} must be a whole number from {low} to {limit}"
@@ -65,12 +62,16 @@ class HFConfig:
         return value
 
     def number(self, key: str, default: Any = REQUIRED) -> float:
-        value = self.get(key, default)
-        if value is REQUIRED:
-            raise ModelError(f"config.json lacks {key}: is this a complete model?")
+        value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
             raise ModelError(f"config.json: {key}={shown(value)} must be a number of at most {LARGEST:g}")
         return float(value)
+
+    def _required(self, key: str, default: Any) -> Any:
+        value = self.get(key, default)
+        if value is REQUIRED:
+            raise ModelError(f"config.json lacks {key}: is this a complete model?")
+        return value
 
     def positive(self, key: str, default: Any = REQUIRED) -> float:
         value = self.number(key, default)
@@ -100,11 +101,8 @@ class HFConfig:
         """One value for each layer, or the family's default where the list is absent or empty."""
         values = self.get(key, [])
         values = default if values == [] else values
-        if (
-            not isinstance(values, list)
-            or len(values) != len(default)
-            or any(v not in allowed for v in values)
-        ):
+        is_whole = isinstance(values, list) and len(values) == len(default)
+        if not is_whole or any(value not in allowed for value in values):
             raise ModelError(f"config.json: {key} must list {len(default)} values out of {list(allowed)}")
         return values
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hex_llm.kernels.experts import Activation, RoutedExperts
+from hex_llm.kernels.experts import Activation, ExpertOptions, RoutedExperts
 from hex_llm.models.linear import Dense, linear
 from hex_llm.models.spec import Experts
 
@@ -31,6 +31,4 @@ def moe(
 ) -> jax.Array:
     """x [T, D], router [E, D], gate_up [E, 2, F, D], down [E, D, F] -> [T, D]."""
     chosen, scores = choose(linear(x, Dense(router)), experts)
-    return fused_moe(
-        x, chosen, scores, gate_up, down, activation=activation, scale_input=experts.sigmoid_input
-    )
+    return fused_moe(x, chosen, scores, gate_up, down, ExpertOptions(activation, experts.sigmoid_input))

@@ -149,11 +149,8 @@ def _out(spec: ModelSpec, name: str) -> Param:
         Piece(name, stored, (width, num, head), (slice(None), i, slice(0, num)), (1, first * head))
         for i, first, num in _divided_queries(spec)
     )
-    return Param(
-        (width, *heads),
-        (None, "kv_heads", None, None),
-        pieces or (Piece(name, stored, (width, *heads)),),
-    )
+    shape = (width, *heads)
+    return Param(shape, (None, "kv_heads", None, None), pieces or (Piece(name, stored, shape),))
 
 
 def _divided_queries(spec: ModelSpec) -> Iterator[tuple[int, int, int]]:

@@ -42,7 +42,5 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool) -> j
     shape = (len(x), *(1,) * (x.ndim - 2), *split)
     cos, sin = (jnp.stack(both, axis=axis).reshape(shape) for both in ((cos, cos), (-sin, sin)))
     turned = turned.reshape(*turned.shape[:-1], *split)
-    out = (turned * cos + jnp.flip(turned, axis) * sin).reshape(*x.shape[:-1], 2 * pairs)
-    return (
-        jnp.concatenate([out.astype(x.dtype), passed], axis=-1) if passed.shape[-1] else out.astype(x.dtype)
-    )
+    out = (turned * cos + jnp.flip(turned, axis) * sin).reshape(*x.shape[:-1], 2 * pairs).astype(x.dtype)
+    return jnp.concatenate([out, passed], axis=-1) if passed.shape[-1] else out

@@ -146,11 +146,7 @@ class ModelSpec:
         num_heads = num_kv_heads * -(-self.group_size // repeat)
         stored = None if num_heads == self.num_heads else self.num_heads
         return replace(
-            self,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            kv_repeat=repeat,
-            num_stored_heads=stored,
+            self, num_heads=num_heads, num_kv_heads=num_kv_heads, kv_repeat=repeat, num_stored_heads=stored
         )
 
     def _divides(self, n: int) -> bool:
@@ -161,7 +157,5 @@ class ModelSpec:
         sizes = set()
         for layer in self.layers:
             experts = layer.experts
-            sizes |= (
-                {layer.ffn_size} if experts is None else {experts.size, experts.shared_size or experts.size}
-            )
+            sizes |= {experts.size, experts.shared_size or experts.size} if experts else {layer.ffn_size}
         return sizes

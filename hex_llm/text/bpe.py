@@ -103,15 +103,15 @@ def merges_of(vocab: Vocab, ranks: Mapping[str, float], *, longest_first: bool) 
     Of a token's own cuts, those with the longest left part come first, or last.
     """
     sign = -1 if longest_first else 1
-    found = [
+    merges = [
         (rank, sign * cut, token)
         for token, rank in ranks.items()
         if len(token) <= _LONGEST_MERGED
         for cut in range(1, len(token))
         if token[:cut] in vocab and token[cut:] in vocab
     ]
-    found.sort(key=lambda item: item[:2])
-    return [(token[: abs(cut)], token[abs(cut) :]) for _, cut, token in found]
+    merges.sort(key=lambda item: item[:2])
+    return [(token[: abs(cut)], token[abs(cut) :]) for _, cut, token in merges]
 
 
 def surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:

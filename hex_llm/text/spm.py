@@ -20,9 +20,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # a piece's type
 class SentencePieceModel:
     data: bytes
     pieces: list[str]
-    added: dict[
-        int, AddedToken
-    ]  # the pieces that are found whole in the text: control symbols and the user's
+    added: dict[int, AddedToken]  # pieces that are found whole in the text: control symbols and the user's
     is_bpe: bool
     prefix: bool  # a space goes before the text
 
@@ -47,22 +45,22 @@ def parse_model(data: bytes, name: str) -> SentencePieceModel:
 
 def _fields(data: bytes) -> defaultdict[int, list[Any]]:
     """A protocol buffer's values by field number, undecoded; IndexError where it is none."""
-    found: defaultdict[int, list[Any]] = defaultdict(list)
+    fields: defaultdict[int, list[Any]] = defaultdict(list)
     position = 0
     while position < len(data):
         key, position = _varint(data, position)
         if key & 7 == 0:
             value, position = _varint(data, position)
-            found[key >> 3].append(value)
+            fields[key >> 3].append(value)
             continue
         size, position = (
             _varint(data, position) if key & 7 == 2 else ({1: 8, 5: 4}.get(key & 7, len(data) + 1), position)
         )
         if position + size > len(data):
             raise IndexError
-        found[key >> 3].append(data[position : position + size])
+        fields[key >> 3].append(data[position : position + size])
         position += size
-    return found
+    return fields
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
@@ -96,8 +94,8 @@ class Slow:
     def token_id(self, token: str) -> int | None:
         if token in self.ids:
             return self.ids[token]
-        found: int = self.processor.piece_to_id(token)
-        return found if self.processor.id_to_piece(found) == token else None
+        token_id: int = self.processor.piece_to_id(token)
+        return token_id if self.processor.id_to_piece(token_id) == token else None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, models, normalizers
@@ -24,6 +24,7 @@ from hex_llm.text.spm import SentencePieceModel, Slow, parse_model
 
 _MAX_BYTES = 200 << 20
 _MAX_UTF8 = 4  # bytes of a character
+V = TypeVar("V")
 Settings = dict[str, Any]  # tokenizer_config.json
 
 
@@ -46,19 +47,15 @@ class Codec(Protocol):
         """What the token adds to a text that has begun: bytes, for it may hold a part of a character."""
 
 
-class TokenTexts(dict[int, str | None]):
-    """What tokens add to a text that has begun; None: their bytes are not whole characters."""
+class PerToken(dict[int, V]):
+    """What is made of a token's bytes, once for each token."""
 
-    def __init__(self, codec: Codec, skip_special_tokens: bool) -> None:
-        self._codec, self._skip = codec, skip_special_tokens
+    def __init__(self, make: Callable[[bytes], V], codec: Codec, skip_special_tokens: bool = False) -> None:
+        self._make, self._codec, self._skip = make, codec, skip_special_tokens
 
-    def __missing__(self, token_id: int) -> str | None:
-        try:
-            text = self._codec.token_bytes(token_id, self._skip).decode()
-        except UnicodeDecodeError:
-            text = None
-        self[token_id] = text
-        return text
+    def __missing__(self, token_id: int) -> V:
+        self[token_id] = value = self._make(self._codec.token_bytes(token_id, self._skip))
+        return value
 
 
 @dataclass(frozen=True)
@@ -100,37 +97,37 @@ class Tokenizer:
 
     def shown(self, token_id: int) -> str:
         """One token for people's eyes, special or not, with U+FFFD for a part of a character."""
-        if token_id not in self._shown:
-            self._shown[token_id] = self.codec.token_bytes(token_id, False).decode("utf-8", "replace")
         return self._shown[token_id]
 
-    def byte_values(self, token_id: int) -> list[int]:
-        """Of one token, special or not; not to be changed."""
-        if token_id not in self._byte_values:
-            self._byte_values[token_id] = list(self.codec.token_bytes(token_id, False))
-        return self._byte_values[token_id]
+    @cached_property
+    def _shown(self) -> PerToken[str]:
+        return PerToken(lambda data: data.decode("utf-8", "replace"), self.codec)
 
     @cached_property
-    def _shown(self) -> dict[int, str]:
-        return {}
+    def byte_values(self) -> PerToken[list[int]]:
+        """Of each token, special or not; not to be changed."""
+        return PerToken(list, self.codec)
 
     @cached_property
-    def _byte_values(self) -> dict[int, list[int]]:
-        return {}
+    def texts(self) -> PerToken[str | None]:
+        """What tokens add to a text that has begun; None: their bytes are not whole characters."""
+        return PerToken(_whole_text, self.codec)
 
     @cached_property
-    def texts(self) -> TokenTexts:
-        """With special tokens as text."""
-        return TokenTexts(self.codec, False)
-
-    @cached_property
-    def plain_texts(self) -> TokenTexts:
-        """Without special tokens."""
-        return TokenTexts(self.codec, True)
+    def plain_texts(self) -> PerToken[str | None]:
+        """The same without special tokens."""
+        return PerToken(_whole_text, self.codec, skip_special_tokens=True)
 
     @property
     def vocab_size(self) -> int:
         return self.codec.vocab_size
+
+
+def _whole_text(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # SentencePiece's
@@ -166,9 +163,9 @@ class Fast:
 
     def encode_with_places(self, text: str, add_special_tokens: bool) -> Iterator[tuple[int, int, int]]:
         """Each token, and from where to where it stands in the text."""
-        found = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        for i, token_id in enumerate(found.ids):
-            yield token_id, *(found.token_to_chars(i) or (0, 0))
+        [encoding] = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        for i, token_id in enumerate(encoding.ids):
+            yield token_id, *(encoding.token_to_chars(i) or (0, 0))
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
         if skip_special_tokens and token_id in self._special:
@@ -343,8 +340,8 @@ def _special_tokens(settings: Settings) -> dict[str, str]:
 
 def _content(token: object) -> str | None:
     """A token is written as a text, or as an object with its properties."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _extra(settings: Settings) -> list[AddedToken]:
@@ -354,8 +351,8 @@ def _extra(settings: Settings) -> list[AddedToken]:
 
 
 def _added(settings: Settings) -> dict[int, AddedToken]:
-    found = {int(i): _token(token) for i, token in settings["added_tokens_decoder"].items()}
-    return dict(sorted(found.items()))
+    tokens = {int(i): _token(token) for i, token in settings["added_tokens_decoder"].items()}
+    return dict(sorted(tokens.items()))
 
 
 def _token(token: object, *, special: bool = False) -> AddedToken:
@@ -374,9 +371,9 @@ def _token(token: object, *, special: bool = False) -> AddedToken:
 def _add_tokens(tokenizer: tokenizers.Tokenizer, settings: Settings) -> None:
     """These are found whole in the text; a token that was added before takes on the new properties."""
     tokenizer.add_tokens(list(_added(settings).values()))
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    named = [_token(token, special=True) for token in _special_tokens(settings).values()]
-    tokenizer.add_tokens([token for token in [*named, *_extra(settings)] if token.content not in known])
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    special = [_token(token, special=True) for token in _special_tokens(settings).values()]
+    tokenizer.add_tokens([token for token in [*special, *_extra(settings)] if token.content not in present])
 
 
 def _around(settings: Settings) -> tuple[str | None, str | None]:
@@ -400,12 +397,14 @@ def _configured_eos(folder: Path) -> list[int]:
 def _chat_template(folder: Path, settings: Settings) -> str | None:
     if (folder / "chat_template.jinja").exists():
         return _read(folder / "chat_template.jinja").decode("utf-8", "replace")
-    found = settings.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):  # of {"name": ..., "template": ...}
-        found = {str(item.get("name")): item.get("template") for item in found if isinstance(item, dict)}
-    if isinstance(found, dict):
-        found = found.get("default")
-    return found if isinstance(found, str) else None
+    template = settings.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # of {"name": ..., "template": ...}
+        template = {
+            str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)
+        }
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _json(path: Path) -> dict[str, Any]:

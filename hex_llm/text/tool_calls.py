@@ -104,9 +104,6 @@ class ForcedCalls(ToolParser):
     needs_special_tokens = False
     first = "["
 
-    def calls(self) -> Reading[None]:
-        yield from self.call_list()
-
 
 class ForcedCall(ToolParser):
     """Reads what the schema of one tool lets through."""

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hex_llm.sampling_params import is_unicode
 from hex_llm.text.json_stream import Give, Malformed, Reading, Stream, json_object
 
 NAME = re.compile(r"[\w.:/-]+")
@@ -27,7 +28,6 @@ NAME_KEYS = ("name", "function")
 ARGUMENTS_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("type", "id")  # before a call is told, other keys show that it is none
 _QUOTED = {quote: re.compile(rf"[^{quote}\\\n]+") for quote in "'\""}
-_HALF = re.compile(r"[\ud800-\udfff]")
 _UNQUOTED = re.compile(r"[^'\"()\[\]{}]+")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _WITHIN_JSON = re.compile(r'":$|[,\[{]$')
@@ -81,8 +81,12 @@ class ToolParser:
         )
 
     def calls(self) -> Reading[None]:
-        """Reads from behind a mark, or from the first character. Malformed: what is not told is content."""
-        raise NotImplementedError
+        """Reads from behind a mark, or from the first character: a call or a list of them, unless the format
+        says otherwise. Malformed: what is not told is content."""
+        if (yield from self._stream.solid()) == "[":
+            yield from self.call_list()
+        else:
+            yield from self.call()
 
     def new_id(self) -> str:
         return f"call_{uuid.uuid4().hex[:24]}"
@@ -116,12 +120,6 @@ class ToolParser:
     def settle(self) -> None:
         """What was read up to here will not be content."""
         self._stream.seen = []
-
-    def call_or_list(self) -> Reading[None]:
-        if (yield from self._stream.solid()) == "[":
-            yield from self.call_list()
-        else:
-            yield from self.call()
 
     def call_list(self) -> Reading[None]:
         yield from self._stream.expect("[")
@@ -187,10 +185,10 @@ class ToolParser:
         text = "".join(raw)
         if text.startswith('"'):
             text = json.loads(text)
-        found = "{}" if text in ("", "null") else json_object(text)
-        if found is None or not _is_unicode(found):
+        arguments = "{}" if text in ("", "null") else json_object(text)
+        if arguments is None or not is_unicode(arguments):
             raise Malformed
-        return found
+        return arguments
 
     # ---- text
 
@@ -311,18 +309,12 @@ class Hermes(ToolParser):
     marks = ("<tool_call>",)
     closing_marks = ("</tool_call>",)
 
-    def calls(self) -> Reading[None]:
-        yield from self.call_or_list()
-
 
 class Phi4MiniJson(ToolParser):
     """functools[{"name": ..., "arguments": {...}}, ...], or the list between marks."""
 
     marks = ("functools", "<|tool_call|>")
     closing_marks = ("<|/tool_call|>",)
-
-    def calls(self) -> Reading[None]:
-        yield from self.call_or_list()
 
 
 class Mistral(ToolParser):
@@ -336,7 +328,7 @@ class Mistral(ToolParser):
 
     def calls(self) -> Reading[None]:
         if (yield from self._stream.solid()) in ("[", "{"):
-            yield from self.call_or_list()
+            yield from super().calls()
             return
         name: list[str] = []
         yield from self._stream.run(NAME, name.append)
@@ -362,11 +354,11 @@ def _python_arguments(source: str) -> str | None:
         with warnings.catch_warnings(action="ignore"):  # of escapes that are none
             call = ast.parse(f"f{source}", mode="eval").body
         assert isinstance(call, ast.Call)
-        found = {keyword.arg: _python_value(keyword.value) for keyword in call.keywords}
-        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        arguments = {keyword.arg: _python_value(keyword.value) for keyword in call.keywords}
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-    return None if call.args or None in found or not _is_unicode(text) else text
+    return None if call.args or None in arguments or not is_unicode(text) else text
 
 
 def _python_value(node: ast.expr | None) -> Any:
@@ -382,11 +374,6 @@ def _python_value(node: ast.expr | None) -> Any:
         case ast.Name(name) if name in _JSON_WORDS:
             return _JSON_WORDS[name]
     raise ValueError
-
-
-def _is_unicode(text: str) -> bool:
-    """Half characters can come out of escapes, but not be sent."""
-    return not _HALF.search(text)
 
 
 PARSERS: dict[str, type[ToolParser]] = {

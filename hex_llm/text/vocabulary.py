@@ -29,11 +29,13 @@ class Vocabulary:
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> Vocabulary | None:
         """None: it is not known what text the tokens stand for, or how a text ends."""
         codec = tokenizer.codec
-        found = _fast(codec) if isinstance(codec, Fast) else _slow(codec) if isinstance(codec, Slow) else None
+        tokens = (
+            _fast(codec) if isinstance(codec, Fast) else _slow(codec) if isinstance(codec, Slow) else None
+        )
         eos_ids = tuple(i for i in eos_ids if 0 <= i < vocab_size)
-        if found is None or not eos_ids:
+        if tokens is None or not eos_ids:
             return None
-        texts, special = found
+        texts, special = tokens
         known = np.zeros(-(-vocab_size // 32) * 32, bool)
         known[[i for i in {*texts, *eos_ids} if i < vocab_size]] = True
         return cls(
@@ -91,5 +93,5 @@ def _sentencepiece(token: str) -> bytes:
 
 def _byte_level(token: str) -> bytes:
     """A token that is not spelled in the characters that stand for bytes is meant as it is."""
-    found = bytes_of(token)
-    return token.encode() if found is None else found
+    data = bytes_of(token)
+    return token.encode() if data is None else data

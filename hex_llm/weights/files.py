@@ -47,11 +47,11 @@ def choose(names: Iterable[str], wish: WantedFiles, origin: str, joint: str) -> 
 
 
 def _single_gguf(names: list[str], wish: WantedFiles, origin: str, joint: str) -> str:
-    found = like(names, "*.gguf")
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise SourceError(f"{origin} holds several GGUF files; name one: {some(found, origin + joint)}")
+    ggufs = like(names, "*.gguf")
+    if len(ggufs) == 1:
+        return ggufs[0]
+    if ggufs:
+        raise SourceError(f"{origin} holds several GGUF files; name one: {some(ggufs, origin + joint)}")
     if pickles := like(names, *PICKLES):
         raise SourceError(
             f"{origin} holds only PyTorch files ({some(pickles)}), which can run code when they are read; "
@@ -79,8 +79,8 @@ def is_disk_error(error: Exception) -> bool:
 
 
 @contextmanager
-def refusals(told: Callable[[Exception], str]) -> Iterator[None]:
-    """Inside, what a library raises becomes a SourceError in the words of `told`; a disk's error stays."""
+def refusals(explain: Callable[[Exception], str]) -> Iterator[None]:
+    """Inside, what a library raises becomes a SourceError in the words of `explain`; a disk's error stays."""
     try:
         yield
     except SourceError:
@@ -88,7 +88,7 @@ def refusals(told: Callable[[Exception], str]) -> Iterator[None]:
     except Exception as error:
         if is_disk_error(error):
             raise
-        raise SourceError(told(error)) from error
+        raise SourceError(explain(error)) from error
 
 
 def disk_problem(error: OSError) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,8 +176,8 @@ class _Keys(NamedTuple):
         return value if type(value) is int else None
 
     def _wrong(self, key: str, value: object) -> ModelError:
-        found = "is missing" if value is None else f"is {str(value)[:40]!r}, which it cannot be"
-        return ModelError(f"{self.path}: {self.arch}.{key} {found}; convert the model again")
+        fault = "is missing" if value is None else f"is {str(value)[:40]!r}, which it cannot be"
+        return ModelError(f"{self.path}: {self.arch}.{key} {fault}; convert the model again")
 
 
 def _config(keys: _Keys, family: _Family, tensors: Tensors) -> Config:
@@ -210,8 +210,7 @@ def _config(keys: _Keys, family: _Family, tensors: Tensors) -> Config:
         "eos_token_id": _one_or_list(end_ids(keys.metadata)),
         "pad_token_id": keys.token_id("padding"),
     }
-    specific = _SPECIFIC.get(family.model_type)
-    return config | specific(keys, config, tensors) if specific else config
+    return config | _specific(keys, family.model_type, config, tensors)
 
 
 def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
@@ -266,45 +265,38 @@ def _factors(tensors: Tensors, name: str, path: Path) -> list[float]:
     return factors
 
 
-def _llama(keys: _Keys, config: Config, tensors: Tensors) -> Config:
-    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+def _specific(keys: _Keys, model_type: str, config: Config, tensors: Tensors) -> Config:
+    """What only some families' configs say, or say otherwise."""
+    match model_type:
+        case "llama":
+            biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+            return {key: name in tensors for key, name in biases.items()}
+        case "mixtral":
+            experts, used = keys.positive("expert_count"), keys.positive("expert_used_count")
+            if not used <= experts <= 1024:
+                raise ModelError(
+                    f"{keys.path}: cannot use {used} of {experts} experts; convert the model again"
+                )
+            return {"num_local_experts": experts, "num_experts_per_tok": used}
+        case "gemma" | "gemma2":
+            activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+            return activation if model_type == "gemma" else activation | _gemma2(keys, config)
+        case "phi3":
+            original = keys.optional("rope.scaling.original_context_length")
+            rotated = keys.positive("rope.dimension_count", config["head_dim"])
+            return {
+                "original_max_position_embeddings": original or config["max_position_embeddings"],
+                "partial_rotary_factor": rotated / config["head_dim"],
+            }
+    return {}
 
 
-def _mixtral(keys: _Keys, config: Config, tensors: Tensors) -> Config:
-    experts, used = keys.positive("expert_count"), keys.positive("expert_used_count")
-    if not used <= experts <= 1024:
-        raise ModelError(f"{keys.path}: cannot use {used} of {experts} experts; convert the model again")
-    return {"num_local_experts": experts, "num_experts_per_tok": used}
-
-
-def _gemma(keys: _Keys, config: Config, tensors: Tensors) -> Config:
-    return {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-
-
-def _gemma2(keys: _Keys, config: Config, tensors: Tensors) -> Config:
+def _gemma2(keys: _Keys, config: Config) -> Config:
     # The file does not say how the queries are scaled: by 256, but for the 27B, known by its 46 layers.
     is_27b = config["num_hidden_layers"] == 46
-    return _gemma(keys, config, tensors) | {
+    return {
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else 256,
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
         "sliding_window": config["sliding_window"] or 4096,
     }
-
-
-def _phi3(keys: _Keys, config: Config, tensors: Tensors) -> Config:
-    original = keys.optional("rope.scaling.original_context_length")
-    return {
-        "original_max_position_embeddings": original or config["max_position_embeddings"],
-        "partial_rotary_factor": keys.positive("rope.dimension_count", config["head_dim"])
-        / config["head_dim"],
-    }
-
-
-_SPECIFIC: dict[str, Callable[[_Keys, Config, Tensors], Config]] = {
-    "llama": _llama,
-    "mixtral": _mixtral,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "phi3": _phi3,
-}

@@ -82,8 +82,8 @@ class GGUFTensor:
             return whole.take(self._rows_in_file(index[0]))
         return self._read_rows(self._rows_in_file(index[0]), index[1])
 
-    def _rows_in_file(self, wanted: slice) -> Array:
-        rows = np.arange(*wanted.indices(self.shape[0]))
+    def _rows_in_file(self, index: slice) -> Array:
+        rows = np.arange(*index.indices(self.shape[0]))
         if not self.heads:
             return rows
         dim = self.shape[0] // self.heads
@@ -175,8 +175,8 @@ class _Header:
 
     def _preamble(self) -> tuple[int, int]:
         if self.size < 24 or (magic := self._take(4, "the magic number")) != b"GGUF":
-            found = f"it starts with {magic!r}" if self.size >= 24 else f"it has {self.size} bytes"
-            raise ModelError(f"{self.path}: not a GGUF file: {found}; fetch or convert the model again")
+            fault = f"it starts with {magic!r}" if self.size >= 24 else f"it has {self.size} bytes"
+            raise ModelError(f"{self.path}: not a GGUF file: {fault}; fetch or convert the model again")
         version = self._number("I", "the version")
         if version not in (2, 3):
             raise ModelError(
@@ -204,9 +204,9 @@ class _Header:
             return FORMATS[kind]
         import gguf
 
-        known = {member.value: member.name for member in gguf.GGMLQuantizationType}
+        names = {member.value: member.name for member in gguf.GGMLQuantizationType}
         raise ModelError(
-            f"{self.path}: tensor {name} is of the unsupported type {known.get(kind, f'number {kind}')}; "
+            f"{self.path}: tensor {name} is of the unsupported type {names.get(kind, f'number {kind}')}; "
             f"take a file in one of {', '.join(form.name for form in FORMATS.values())}"
         )
 

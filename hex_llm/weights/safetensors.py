@@ -111,14 +111,14 @@ def _unindexed(folder: Path) -> Checkpoint:
         raise ModelError(_nothing_to_load(folder))
     tensors: dict[str, SafeTensor] = {}
     for path in files:
-        found = _header(path)
-        twice = tensors.keys() & found.keys()
+        in_file = _header(path)
+        twice = tensors.keys() & in_file.keys()
         if twice:
             raise ModelError(
                 f"{path.name!r:.120}: tensor {min(twice)!r:.120} is also in another file, "
                 "and there is no index: keep only the files of one model"
             )
-        tensors |= found
+        tensors |= in_file
     return tensors
 
 
@@ -185,10 +185,10 @@ def _tensors(path: Path, file: BinaryIO) -> Iterator[SafeTensor]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError("a name is listed twice")
-    return found
+    return values
 
 
 def _shape(sizes: list[Any]) -> tuple[int, ...]:

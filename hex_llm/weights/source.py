@@ -56,14 +56,14 @@ def pinned(config: EngineConfig) -> EngineConfig:
 
 
 def _at_commit(model: str | None, config: EngineConfig) -> str | None:
-    named = _hub_name(model) if model is not None else None
-    if named is None or named["commit"]:
+    name = _hub_name(model) if model is not None else None
+    if name is None or name["commit"]:
         return model
     from hex_llm.weights.hub import commit_of
 
     with _disk_problems(model):
-        commit = commit_of(named["repo"], config.revision, config.hf_token)
-    return f"{named['repo']}@{commit}" + (f":{named['file']}" if named["file"] else "")
+        commit = commit_of(name["repo"], config.revision, config.hf_token)
+    return f"{name['repo']}@{commit}" + (f":{name['file']}" if name["file"] else "")
 
 
 @contextmanager
@@ -79,10 +79,10 @@ def _disk_problems(model: str | None) -> Iterator[None]:
 def _fetch(
     model: str | None, revision: str | None, token: str | None, cache_dir: Path, wish: WantedFiles
 ) -> Path:
-    if model is not None and (named := _hub_name(model)):
+    if model is not None and (name := _hub_name(model)):
         from hex_llm.weights.hub import fetch_from_hub  # 0.3 s that local models need not wait
 
-        return fetch_from_hub(named["repo"], named["file"], named["commit"] or revision, token, wish)
+        return fetch_from_hub(name["repo"], name["file"], name["commit"] or revision, token, wish)
     if revision is not None:
         raise SourceError(f"--revision {revision!r} is only for models of the hub; leave it out")
     if model is None:
@@ -107,9 +107,9 @@ def private_folder(path: Path) -> Path:
 
 def _hub_name(model: str) -> re.Match[str] | None:
     """The parts of a name to ask the hub for; None if it is there on the disk, or could only be there."""
-    named = HUB_NAME.fullmatch(model)
-    like_a_path = model.endswith(".gguf") and not (named and named["file"])
-    return None if like_a_path or model.startswith("gs://") or _exists(model) else named
+    name = HUB_NAME.fullmatch(model)
+    like_a_path = model.endswith(".gguf") and not (name and name["file"])
+    return None if like_a_path or model.startswith("gs://") or _exists(model) else name
 
 
 def _exists(path: str) -> bool:

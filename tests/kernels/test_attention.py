@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hex_llm.kernels import cpu, gpu, reference
-from hex_llm.kernels.attention import Batch, Mask, PagedAttention
+from hex_llm.kernels.attention import Batch, Mask, Options, PagedAttention
 from hex_llm.models import decoder
 
 KV_HEADS, HEAD_DIM = 2, 16
@@ -89,9 +89,9 @@ def test_ragged_batch(
     v = np.zeros_like(k)
     for row, (i, p) in enumerate(rows):
         k[row], v[row] = keys[i][p], values[i][p]
-    attend = jax.jit(paged_attention, static_argnames=("mask", "scale", "softcap"))
-    options = {"mask": mask, "scale": HEAD_DIM**-0.5, "softcap": softcap}
-    out, pages_out = attend(jnp.array(q), jnp.array(k), jnp.array(v), jnp.array(pages), batch, **options)
+    attend = jax.jit(paged_attention, static_argnames="options")
+    options = Options(mask, HEAD_DIM**-0.5, softcap)
+    out, pages_out = attend(jnp.array(q), jnp.array(k), jnp.array(v), jnp.array(pages), batch, options)
     for row, (i, p) in enumerate(rows):
         expected = dense(q[row], keys[i], values[i], p, mask, softcap)
         np.testing.assert_allclose(out[row], expected, atol=2e-6, err_msg=f"sequence {i} position {p}")
@@ -115,8 +115,8 @@ def test_a_row_does_not_depend_on_its_neighbours(paged_attention: PagedAttention
         at = jnp.array(positions)
         slots = tables[jnp.arange(n), at // 32] * 32 + at % 32
         batch = Batch(at, jnp.arange(n), slots, tables[:n], empty)
-        options = {"mask": Mask(), "scale": 1.0, "softcap": None}
-        return np.asarray(paged_attention(q[:n], kv[:n], kv[:n], pages, batch, **options)[0][0])
+        options = Options(Mask(), 1.0, None)
+        return np.asarray(paged_attention(q[:n], kv[:n], kv[:n], pages, batch, options)[0][0])
 
     np.testing.assert_array_equal(first_row([100, 900]), first_row([100, 3]))
 
@@ -137,8 +137,8 @@ def test_a_prefill_row_does_not_depend_on_its_neighbours(paged_attention: PagedA
         owners = jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths))
         slots = tables[owners, at // 32] * 32 + at % 32
         batch = Batch(at, owners, slots, jnp.zeros((0, 20), jnp.int32), tables)
-        options = {"mask": Mask(), "scale": 1.0, "softcap": None}
-        return np.asarray(paged_attention(q[rows], kv[rows], kv[rows], pages, batch, **options)[0])
+        options = Options(Mask(), 1.0, None)
+        return np.asarray(paged_attention(q[rows], kv[rows], kv[rows], pages, batch, options)[0])
 
     together = attend(slice(0, 128), lengths, tables)[middle]
     np.testing.assert_allclose(together, attend(middle, lengths[1:2], tables[1:2]), atol=1e-6)
@@ -168,11 +168,11 @@ def test_what_is_hidden_cannot_spread(paged_attention: PagedAttention, bad: floa
     q = jnp.array(rng.standard_normal((new + 1, KV_HEADS, 2, HEAD_DIM), dtype=np.float32))
     k, v = (np.array(rng.standard_normal((new + 1, KV_HEADS, HEAD_DIM), dtype=np.float32)) for _ in "kv")
     pages = rng.standard_normal((5, block, KV_HEADS, 2, HEAD_DIM)).astype(np.float32)
-    options = {"mask": Mask(), "scale": 1.0, "softcap": None}
+    options = Options(Mask(), 1.0, None)
 
     def attend() -> np.ndarray:
         contained = decoder.contained(jnp.array(k), jnp.array(v))
-        return np.asarray(paged_attention(q, *contained, jnp.array(pages), batch, **options)[0])
+        return np.asarray(paged_attention(q, *contained, jnp.array(pages), batch, options)[0])
 
     expected = attend()
     if place == "behind the end":

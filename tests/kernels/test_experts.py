@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_kernel, tpu_experts
-from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Tiling
 
 SMALL = (Tiling(16, 16, 16, 2, 1, 4, 2), Tiling(16, 32, 16, 3, 2, 4, 2))
@@ -40,7 +40,7 @@ def arguments(spread: Sequence[Sequence[int]], dtype: Any, width: int = 72, inpu
 
 def run(fused_moe: RoutedExperts, given: Sequence[Any], scale_input: bool = False) -> np.ndarray:
     """Compiled in haste: what interprets kernels is long, and is run once."""
-    function = partial(fused_moe, activation=jax.nn.silu, scale_input=scale_input)
+    function = partial(fused_moe, options=ExpertOptions(jax.nn.silu, scale_input))
     hasty = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     with jax.default_matmul_precision("highest"):
         out = jax.jit(function).lower(*given).compile(compiler_options=hasty)(*given)
@@ -60,17 +60,20 @@ def expected(given: Sequence[Any], scale_input: bool) -> np.ndarray:
     return out
 
 
-def in_panels(
-    x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, activation: Any, scale_input: bool
-) -> jax.Array:
+def in_panels(x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, options: ExpertOptions) -> jax.Array:
     """The CPU's form, which wants other weights."""
     width = cpu.panel_width()
     assert width is not None
     ups = tuple(cpu.to_panels(weight.swapaxes(0, 1), 2, width, turned=True) for weight in gate_up)
     downs = tuple(cpu.to_panels(weight, 1, width) for weight in down)
-    return cpu_experts.fused_moe(
-        x, chosen, scores, ups, downs, activation=activation, scale_input=scale_input
-    )
+    return cpu_experts.fused_moe(x, chosen, scores, ups, downs, options)
+
+
+@pytest.fixture(autouse=True)
+def interpreted_on_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The TPU's kernel."""
+    monkeypatch.setattr(tpu_experts, "FEW_TOKENS", 0)
+    monkeypatch.setattr(tpu_experts, "gmm", partial(tpu_experts.gmm, interpret=True))
 
 
 FORMS: dict[str, Any] = {
@@ -78,7 +81,7 @@ FORMS: dict[str, Any] = {
     "cpu": in_panels,
     "gpu": gpu_experts.fused_moe,
     "gpu, small tiles": partial(gpu_experts.fused_moe, tilings=SMALL),
-    "tpu": partial(tpu_experts.fused_moe, few_tokens=0, interpret=True),
+    "tpu": tpu_experts.fused_moe,
 }
 
 
@@ -153,6 +156,6 @@ def test_lowers_for_gpus(num_tokens: int, dtype: Any, activation: Any, monkeypat
         pytest.skip("it runs here")
     monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
     given = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype)
-    function = partial(gpu_experts.fused_moe, activation=activation, scale_input=False)
+    function = partial(gpu_experts.fused_moe, options=ExpertOptions(activation, False))
     lowered = jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("triton") >= 2

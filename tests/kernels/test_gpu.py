@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hex_llm.kernels import gpu, gpu_kernel, reference
-from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.attention import Batch, Mask, Options
 
 DECODES = [0, 5, 63, 64, 299]  # positions; everything before is cached
 CHUNKS = [(0, 50), (100, 40), (0, 1), (290, 3)]  # (cached, new tokens)
@@ -67,11 +67,11 @@ def run(attend: Any, arguments: tuple[Any, ...], **options: Any) -> tuple[jax.Ar
 
 
 def check(arguments: tuple[Any, ...], mask: Mask, softcap: float | None = None) -> None:
-    options = {"mask": mask, "scale": arguments[0].shape[-1] ** -0.5, "softcap": softcap}
-    out, pages = run(gpu.paged_attention, arguments, **options)
+    options = Options(mask, arguments[0].shape[-1] ** -0.5, softcap)
+    out, pages = run(gpu.paged_attention, arguments, options=options)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arguments)
     with jax.default_matmul_precision("highest"):
-        expected, stored = run(reference.paged_attention, exact, **options)
+        expected, stored = run(reference.paged_attention, exact, options=options)
     np.testing.assert_array_equal(pages[1:].astype(jnp.float32), stored[1:])
     real = np.asarray(arguments[4].kv_slots) > 0
     tolerance = {"atol": 2e-6} if out.dtype == jnp.float32 else {"atol": 2e-2, "rtol": 2e-2}
@@ -117,13 +117,13 @@ def test_only_prefills_with_padding_that_claims_to_be_of_the_first() -> None:
     ("decodes", "chunks"), [([700, 2, 90, 1500], []), ([], [(300, 20), (40, 30), (0, 60)])]
 )
 def test_a_row_does_not_depend_on_its_neighbours(decodes: list[int], chunks: list[tuple[int, int]]) -> None:
-    options = {"mask": Mask(), "scale": 0.25, "softcap": None}
+    options = Options(Mask(), 0.25, None)
     q, k, v, pages, batch = ragged(decodes, chunks, num_padding=0)
-    together, _ = run(gpu.paged_attention, (q, k, v, pages, batch), **options)
+    together, _ = run(gpu.paged_attention, (q, k, v, pages, batch), options=options)
     first = chunks[0][1] if chunks else 1
     tokens = (x[:first] for x in (batch.positions, batch.sequences, batch.kv_slots))
     alone = Batch(*tokens, batch.decode_tables[:1], batch.prefill_tables[:1])
-    out, _ = run(gpu.paged_attention, (q[:first], k[:first], v[:first], pages, alone), **options)
+    out, _ = run(gpu.paged_attention, (q[:first], k[:first], v[:first], pages, alone), options=options)
     np.testing.assert_array_equal(together[:first], out)
 
 
@@ -132,7 +132,7 @@ def test_keys_before_the_window_are_not_read() -> None:
     q, k, v, pages, batch = ragged([600], [(600, 40)], num_padding=0, block_size=32)
     unseen = jnp.concatenate([batch.decode_tables, batch.prefill_tables])[:, :16].ravel()
     arguments = q, k, v, pages.at[unseen].set(jnp.nan), batch
-    out, _ = run(gpu.paged_attention, arguments, mask=Mask(window=64), scale=0.25, softcap=None)
+    out, _ = run(gpu.paged_attention, arguments, options=Options(Mask(window=64), 0.25, None))
     assert np.isfinite(np.asarray(out)).all()
 
 
@@ -158,7 +158,7 @@ def test_lowers_for_gpus(dtype: Any, softcap: float | None, monkeypatch: pytest.
     arguments = ragged(DECODES, CHUNKS, dtype=dtype, group=3, head_dim=96, num_padding=2)
 
     def attend(*arguments: Any) -> Any:
-        return gpu.paged_attention(*arguments, mask=Mask(window=70), scale=0.1, softcap=softcap)
+        return gpu.paged_attention(*arguments, Options(Mask(window=70), 0.1, softcap))
 
     lowered = jax.jit(attend).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("triton") >= 3  # the write, decodes, prefills

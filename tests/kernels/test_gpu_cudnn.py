@@ -13,8 +13,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from hex_llm.kernels import gpu, gpu_cudnn, gpu_kernel, reference
-from hex_llm.kernels.attention import Batch, Mask
-from hex_llm.kernels.gpu_kernel import Options, Tiling
+from hex_llm.kernels.attention import Batch, Mask, Options
+from hex_llm.kernels.gpu_kernel import Cache, Tiling
 from tests.kernels.test_gpu import check, ragged, run
 
 
@@ -90,12 +90,12 @@ def test_exactly(begun: list[int | None], splits: int, window: int | None) -> No
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, batch: Batch) -> jax.Array:
         pages, semaphores = gpu.write_kv(k, v, pages, batch.kv_slots)
-        rows = batch.positions, batch.sequences
-        return gpu.continued_prefill(q, k, v, *rows, pages, batch.prefill_tables, semaphores, options, tiling)
+        rows, cache = (batch.positions, batch.sequences), Cache(pages, batch.prefill_tables, semaphores)
+        return gpu.continued_prefill(q, k, v, *rows, cache, options, tiling)
 
     out = run(attend, (q, k, v, pages, batch))
     with jax.default_matmul_precision("highest"):
-        plain = partial(reference.paged_attention, mask=options.mask, scale=0.25, softcap=None)
+        plain = partial(reference.paged_attention, options=options)
         expected, _ = run(plain, (q, k, v, pages, batch))
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
@@ -106,9 +106,9 @@ def test_padding_becomes_zero_and_sequences_without_rows_do_no_harm(
     q, k, v, pages, batch = ragged([], [(20, 30), (0, 5)], num_padding=82, dtype=jnp.bfloat16)
     tables = jnp.pad(batch.prefill_tables, ((0, 3), (0, 0)))
     batch = replace(batch, prefill_tables=tables)
-    options = {"mask": Mask(), "scale": 0.25, "softcap": None}
-    out, _ = run(gpu.paged_attention, (q, k, v, pages, batch), **options)
-    expected, _ = run(reference.paged_attention, (q, k, v, pages, batch), **options)
+    options = Options(Mask(), 0.25, None)
+    out, _ = run(gpu.paged_attention, (q, k, v, pages, batch), options=options)
+    expected, _ = run(reference.paged_attention, (q, k, v, pages, batch), options=options)
     got, reference_out = (np.asarray(x.astype(jnp.float32)) for x in (out, expected))
     np.testing.assert_allclose(got[:35], reference_out[:35], atol=2e-2, rtol=2e-2)
     assert not got[35:].any()
@@ -156,7 +156,7 @@ def test_lowers_for_gpus(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None
     arguments = ragged([9], [(64, 40)] * num_seqs, dtype=jnp.bfloat16, group=4, head_dim=64)
 
     def attend(*arguments: Any) -> Any:
-        return gpu.paged_attention(*arguments, mask=Mask(window=300), scale=0.1, softcap=None)
+        return gpu.paged_attention(*arguments, Options(Mask(window=300), 0.1, None))
 
     lowered = jax.jit(attend).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("triton") >= 3  # the write, decodes, prefills

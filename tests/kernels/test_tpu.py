@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from hex_llm.execution.batch import StepShape, pack, unpack
 from hex_llm.kernels import reference, tpu
-from hex_llm.kernels.attention import Batch, Mask
+from hex_llm.kernels.attention import Batch, Mask, Options
 from hex_llm.types import Chunk, StepPlan
 
 DECODES = [0, 31, 32, 90]  # positions; everything before is cached
@@ -72,18 +72,18 @@ class Model:
         self.calls.append((arguments, options))
         return self._answers[len(self.calls) - 1] if self._answers else arguments[0]
 
-    def run(self, arguments: tuple[Any, ...], **options: Any) -> tuple[jax.Array, jax.Array]:
+    def run(self, arguments: tuple[Any, ...], options: Options) -> tuple[jax.Array, jax.Array]:
         def seen(*arguments: Any) -> list[tuple[jax.Array, ...]]:
             self.calls.clear()
-            tpu.paged_attention(*arguments, **options)
+            tpu.paged_attention(*arguments, options)
             return [given for given, _ in self.calls]
 
         given = hasty(seen, *arguments)
         self._answers = [
-            self._answer(*x, **options) for x, (_, options) in zip(given, self.calls, strict=True)
+            self._answer(*x, **settings) for x, (_, settings) in zip(given, self.calls, strict=True)
         ]
         self.calls.clear()
-        return hasty(partial(tpu.paged_attention, **options), *arguments)
+        return hasty(partial(tpu.paged_attention, options=options), *arguments)
 
     def _answer(self, q: jax.Array, pages: jax.Array, *counts: jax.Array, **options: Any) -> jax.Array:
         """Rows that belong to no sequence are not numbers, as they may be on a TPU."""
@@ -115,9 +115,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
 
 def check(model: Model, arguments: tuple[Any, ...], mask: Mask, softcap: float | None = None) -> None:
     q, k, v, pages, batch = arguments
-    options = {"mask": mask, "scale": 0.25, "softcap": softcap}
-    out, held = model.run((q, k, v, as_held(pages), batch), **options)
-    expected, stored = hasty(partial(reference.paged_attention, **options), *arguments)
+    options = Options(mask, 0.25, softcap)
+    out, held = model.run((q, k, v, as_held(pages), batch), options)
+    expected, stored = hasty(partial(reference.paged_attention, options=options), *arguments)
     np.testing.assert_array_equal(held[1:], as_held(stored)[1:])
     real = np.asarray(arguments[4].kv_slots) > 0
     np.testing.assert_allclose(np.asarray(out)[real], np.asarray(expected)[real], atol=3e-6)
@@ -191,7 +191,7 @@ def test_blocks_that_nobody_sees_are_not_read(model: Model, mask: Mask) -> None:
     q, k, v, pages, batch = ragged([90], [(70, 20)], padding=StepShape(0, 0, 0, 0))
     unseen = jnp.concatenate([batch.decode_tables[0, :8], batch.prefill_tables[0, :6]])
     arguments = q, k, v, as_held(pages.at[unseen].set(jnp.nan)), batch
-    out, _ = model.run(arguments, mask=mask, scale=0.25, softcap=None)
+    out, _ = model.run(arguments, Options(mask, 0.25, None))
     assert np.isfinite(np.asarray(out)).all()
 
 
@@ -214,7 +214,7 @@ def test_the_kernel_lowers_for_tpus(
 
     def step(q: Any, k: Any, v: Any, pages: Any, packed: Any) -> tuple[jax.Array, jax.Array]:
         batch = unpack(packed, shape).batch
-        return tpu.paged_attention(q, k, v, pages, batch, mask=mask, scale=0.1, softcap=softcap)
+        return tpu.paged_attention(q, k, v, pages, batch, Options(mask, 0.1, softcap))
 
     described = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     kv = described((shape.num_tokens, kv_heads, head_dim))

@@ -90,7 +90,7 @@ def of_chat(
 
     def entry(token_id: int, one: Logprob) -> dict[str, Any]:
         name = _id_name(token_id) if as_ids else one.decoded_token
-        return {"token": name, "logprob": finite(one.logprob), "bytes": tokenizer.byte_values(token_id)}
+        return {"token": name, "logprob": finite(one.logprob), "bytes": tokenizer.byte_values[token_id]}
 
     def entry_with_top(token_id: int, candidates: Logprobs) -> dict[str, Any]:
         top = [entry(*item) for item in sorted(candidates.items(), key=_rank)[:num_top]]
