@@ -111,7 +111,7 @@ class Runner:
 
     def _dispatch(self, plan: StepPlan) -> InFlight:
         shape = self.paddings.shape(plan)
-        step = self._program(shape)
+        step = self.program(shape)
         with self.recorder.phase("pack"):
             packed = pack(plan, shape, self.config.block_size)
         logits, rows, hidden, self.pages = step(self.weights, self.pages, self.slots, packed)
@@ -123,14 +123,14 @@ class Runner:
     def _choose(self, logits: jax.Array, rows: jax.Array, features: Features) -> jax.Array:
         num_rows, adjusted = len(logits), logits
         if self.branches:
-            choices, self.slots = self._program(Choose(num_rows))(self.slots, logits, rows)
+            choices, self.slots = self.program(Choose(num_rows))(self.slots, logits, rows)
             return choices
         if Features.ADJUSTED in features:
-            adjusted = self._program(Adjust(num_rows))(self.slots, logits, rows)
-        choose = self._program(Choose(num_rows, variant_of(features)))
+            adjusted = self.program(Adjust(num_rows))(self.slots, logits, rows)
+        choose = self.program(Choose(num_rows, variant_of(features)))
         choices, self.slots = choose(self.slots, adjusted, rows)
         if Features.LOGPROBS in features:
-            choices = self._program(AddLogprobs(num_rows))(logits, choices)
+            choices = self.program(AddLogprobs(num_rows))(logits, choices)
         return choices
 
     def read(self, step: InFlight) -> Choices:
@@ -147,7 +147,7 @@ class Runner:
         chunks = step.plan.prefills[: row - len(step.plan.decodes)]
         start = sum(chunk.num_tokens for chunk in chunks)
         hidden = np.asarray(step.hidden)[start : start + len(following)]
-        program, pieces = self._program(PromptLogprobs(PROMPT_ROWS)), [np.zeros(0, TOKEN)]
+        program, pieces = self.program(PromptLogprobs(PROMPT_ROWS)), [np.zeros(0, TOKEN)]
         for i in range(0, len(following), PROMPT_ROWS):
             part = [_padded(x[i : i + PROMPT_ROWS], PROMPT_ROWS) for x in (hidden, following)]
             rows = np.asarray(program(self.weights, *part)).view(TOKEN)[:, 0]
@@ -168,7 +168,7 @@ class Runner:
         """Compiles every program that can be needed; on accelerators, also runs each step once."""
         keys = self.all_programs()
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
-            compiled = compilers.map(self._program, keys)
+            compiled = compilers.map(self.program, keys)
             list(tqdm(compiled, "Compiling", len(keys), disable=not progress))
         if self._platform != "cpu":
             self._run_all()
@@ -196,7 +196,8 @@ class Runner:
 
     # ---- programs
 
-    def _program(self, key: Key) -> Program:
+    def program(self, key: Key) -> Program:
+        """Compiled now, if it was not before. All that runs on the devices is asked for here."""
         if key in self.compiled:
             return self.compiled[key]
         if self.is_warm and self.config.enable_jit:
@@ -257,7 +258,7 @@ class Runner:
         # What is left over repeats the first: a write of the same to the same place.
         padded = [*rows, *[rows[0]] * (num_rows - len(rows))]
         which = np.array([slot for slot, _ in padded], np.int32)
-        self.slots = self._program(Write(columns, num_rows))(
+        self.slots = self.program(Write(columns, num_rows))(
             self.slots, which, np.stack([values for _, values in padded])
         )
 
@@ -267,7 +268,7 @@ class Runner:
         chosen_for: set[int] = set()  # numbers of rows, which shapes share
         for shape in self.paddings.all_shapes():
             packed = np.zeros(shape.packed_size, np.int32)
-            logits, rows, _, self.pages = self._program(shape)(self.weights, self.pages, self.slots, packed)
+            logits, rows, _, self.pages = self.program(shape)(self.weights, self.pages, self.slots, packed)
             if shape.num_choices not in chosen_for:
                 chosen_for.add(shape.num_choices)
                 for features in combinations:

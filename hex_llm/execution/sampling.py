@@ -157,11 +157,11 @@ def logprobs_of(logits: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax
 def _largest(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
     """[N, num] each: the largest logits, falling, and their tokens; of equal ones the first token first."""
     return lax.platform_dependent(
-        logits, tpu=partial(_largest_by_passes, num=num), default=lambda x: tuple(lax.top_k(x, num))
+        logits, tpu=partial(largest_by_passes, num=num), default=lambda x: tuple(lax.top_k(x, num))
     )
 
 
-def _largest_by_passes(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+def largest_by_passes(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
     """One pass over the vocabulary for each: where it is split, top_k makes the TPU's compiler abort (libtpu
     0.0.48.1)."""
     keys = _flip_negatives(lax.bitcast_convert_type(logits, jnp.int32))
@@ -313,8 +313,8 @@ def _cut(chance: jax.Array, wanted: jax.Array, border: Callable[[], Cutoff], bra
 
     def keep() -> jax.Array:
         distance, values, target = border()
-        radius = _threshold(Cutoff(distance, values, jnp.where(wanted, target, 0)))
-        return jnp.where((distance <= radius[:, None]) | ~wanted[:, None], chance, 0)
+        threshold = _threshold(Cutoff(distance, values, jnp.where(wanted, target, 0)))
+        return jnp.where((distance <= threshold[:, None]) | ~wanted[:, None], chance, 0)
 
     return lax.cond(jnp.any(wanted), keep, lambda: chance) if branches else keep()
 
@@ -349,20 +349,20 @@ def _threshold(border: Cutoff) -> jax.Array:
 
     Both ways give the same: 32 passes over the vocabulary suit accelerators, a partial sort suits CPUs.
     """
-    return lax.platform_dependent(border, cpu=_radius_of_nearest, default=_radius_by_bisection)
+    return lax.platform_dependent(border, cpu=threshold_of_nearest, default=threshold_by_bisection)
 
 
-def _radius_of_nearest(border: Cutoff) -> jax.Array:
+def threshold_of_nearest(border: Cutoff) -> jax.Array:
     near, at = lax.top_k(-border.distance, min(NEAREST, border.distance.shape[-1]))
     ends = jnp.cumsum(jnp.take_along_axis(border.values, at, axis=-1), axis=-1)
     return lax.cond(
         jnp.all(ends[:, -1] >= border.target),
         lambda: -jnp.take_along_axis(near, _first(ends, border.target), axis=-1)[:, 0],
-        lambda: _radius_by_bisection(border),
+        lambda: threshold_by_bisection(border),
     )
 
 
-def _radius_by_bisection(border: Cutoff) -> jax.Array:
+def threshold_by_bisection(border: Cutoff) -> jax.Array:
     """Halves the range of the floats' bit patterns: no sort, and exact in as many steps as there are bits."""
     distance, values, target = border
     keys = _flip_negatives(lax.bitcast_convert_type(distance, jnp.int32))
@@ -389,7 +389,7 @@ def _drawn(parts: jax.Array, rows: SamplingRows) -> jax.Array:
     blocks = jnp.pad(parts, ((0, 0), (0, lacking))).reshape(len(parts), -1, BLOCK)
     sums = jnp.sum(blocks, axis=-1)
     ends = jnp.cumsum(sums, axis=-1)
-    target = _random_part(rows, ends[:, -1]) + 1
+    target = random_part(rows, ends[:, -1]) + 1
     block = _first(ends, target)  # [R, 1]
     target -= jnp.take_along_axis(ends - sums, block, axis=-1)[:, 0]
     inside = jnp.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0]
@@ -406,7 +406,7 @@ def _count(marks: jax.Array) -> jax.Array:
     return jnp.sum(marks, axis=-1, dtype=jnp.float32).astype(jnp.int32)
 
 
-def _random_part(rows: SamplingRows, total: jax.Array) -> jax.Array:
+def random_part(rows: SamplingRows, total: jax.Array) -> jax.Array:
     """[R] i32, at least 0 and below `total`, from each row's seed and position alone."""
 
     def bits_of(seed: jax.Array, position: jax.Array) -> jax.Array:

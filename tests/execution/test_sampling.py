@@ -188,7 +188,7 @@ def test_both_searches_for_a_border_agree(vocab: int) -> None:
         border = Cutoff(
             jnp.asarray(distance[some]), jnp.asarray(values[some], jnp.int32), jnp.asarray(target[some])
         )
-        for search in (sampling._radius_of_nearest, sampling._radius_by_bisection):
+        for search in (sampling.threshold_of_nearest, sampling.threshold_by_bisection):
             np.testing.assert_array_equal(jax.jit(search)(border), np.array(expected)[some])
 
 
@@ -339,6 +339,6 @@ def test_random_parts_lie_inside_the_total(monkeypatch: pytest.MonkeyPatch) -> N
     totals = np.array([1, 2, 2**16, 2**29, 2**30 + 77], np.int32)
     for bits in (0, 1, 2**16 - 1, 2**31, 2**32 - 1):
         monkeypatch.setattr(jax.random, "key_data", lambda key, bits=bits: jnp.array([bits, 0], jnp.uint32))
-        parts = np.asarray(sampling._random_part(rows_of([{}] * len(totals)), jnp.asarray(totals)))
+        parts = np.asarray(sampling.random_part(rows_of([{}] * len(totals)), jnp.asarray(totals)))
         exact = totals.astype(object) * bits >> 32
         assert all(0 <= part <= e <= part + 2 for part, e in zip(parts.tolist(), exact, strict=True))

@@ -149,6 +149,6 @@ def test_the_largest_by_passes_are_those_of_a_sort() -> None:
     logits[1, 5:] = -np.inf
     logits[2, 7] = np.inf
     by_sort = jax.lax.top_k(logits, MAX_LOGPROBS)
-    by_passes = jax.jit(partial(sampling._largest_by_passes, num=MAX_LOGPROBS))(logits)
+    by_passes = jax.jit(partial(sampling.largest_by_passes, num=MAX_LOGPROBS))(logits)
     np.testing.assert_array_equal(by_passes[0], by_sort[0])
     np.testing.assert_array_equal(by_passes[1], by_sort[1])

@@ -14,6 +14,7 @@ import pytest
 from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_kernel, tpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Tiling
+from tests.kernels.lowering import lowered_for_gpus
 
 SMALL = (Tiling(16, 16, 16, 2, 1, 4, 2), Tiling(16, 32, 16, 3, 2, 4, 2))
 # Chosen experts of each token, of 5.
@@ -157,5 +158,4 @@ def test_lowers_for_gpus(num_tokens: int, dtype: Any, activation: Any, monkeypat
     monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
     given = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype)
     function = partial(gpu_experts.fused_moe, options=ExpertOptions(activation, False))
-    lowered = jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("triton") >= 2
+    assert lowered_for_gpus(function, *given).count("triton") >= 2

@@ -15,6 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from hex_llm.kernels import gpu, gpu_cudnn, gpu_kernel, reference
 from hex_llm.kernels.attention import Batch, Mask, Options
 from hex_llm.kernels.gpu_kernel import Cache, Tiling
+from tests.kernels.lowering import lowered_for_gpus
 from tests.kernels.test_gpu import check, ragged, run
 
 
@@ -158,7 +159,7 @@ def test_lowers_for_gpus(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None
     def attend(*arguments: Any) -> Any:
         return gpu.paged_attention(*arguments, Options(Mask(window=300), 0.1, None))
 
-    lowered = jax.jit(attend).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered = lowered_for_gpus(attend, *arguments)
     assert lowered.count("triton") >= 3  # the write, decodes, prefills
     assert "PADDING_CAUSAL" in lowered
     assert "\\22sliding_window_length\\22: 300" in lowered

@@ -35,7 +35,7 @@ def judge(tiny: Tiny, folder: Path) -> tuple[np.ndarray, np.ndarray, list[int]]:
 
 def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Serves one request and listens in: the logits of every token of its prompt, and of every choice."""
-    runner, program = engine.stepper.runner, engine.stepper.runner._program
+    runner, program = engine.stepper.runner, engine.stepper.runner.program
     choices, hidden = [], []
 
     def listening(key: Any) -> Any:
@@ -47,10 +47,10 @@ def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.n
 
         return run if isinstance(key, StepShape) else program(key)
 
-    runner._program = listening  # type: ignore[method-assign]
+    runner.program = listening  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=NUM_COMPARED, ignore_eos=True)
     drive(engine, [Request("logits", prompt, params)])
-    runner._program = program  # type: ignore[method-assign]
+    runner.program = program  # type: ignore[method-assign]
     prompt_logits = decoder.logits(runner.spec, runner.weights, hidden[0][: len(prompt)])
     return np.asarray(prompt_logits), np.stack(choices)
 

@@ -30,7 +30,7 @@ def test_two_sums_a_layer_and_no_weight_moves(tiny: Tiny, tmp_path: Path) -> Non
     flags = {"max_model_len": 64, "num_blocks": 16, "skip_tokenizer_init": True}
     llm = LLM(model=tmp_path, load_format="dummy", tensor_parallel_size=4, **flags)
     for shape in (StepShape(8, 0, 0, 2), StepShape(0, 1, 32, 2)):
-        program = llm.engine.stepper.runner._compile(shape).as_text()
+        program = llm.engine.stepper.runner.program(shape).as_text()
         sums = len(re.findall(r" all-reduce(?:-start)?\(", program))
         # Attention and feed-forward of each layer, and the embedding where the vocabulary is split.
         embedding = llm.engine.spec.vocab_size % 4 == 0
