@@ -32,6 +32,7 @@ from hex_llm.sampling_params import ABOVE, COUNTS, RANGES, SamplingParams, Struc
 
 
 def _only(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
+    """What these fields may be, beside null."""
     return dict.fromkeys(names.split(), values)
 
 

@@ -26,7 +26,7 @@ from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed, Whole
 from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
-from hex_llm.server.openai.replies import Fields, check_model, chunks, end_of, given, head_of, whole
+from hex_llm.server.openai.replies import ChunkStream, Fields, check_model, end_of, given, head_of, whole
 from hex_llm.server.openai.schemas import ChatRequest
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, reasoning_parser
@@ -92,7 +92,7 @@ async def stream_chat(
     head = head_of(backend, request, "chatcmpl", "chat.completion.chunk")
     jobs = [Job(talk.prompt_ids, talk.params, request.priority, request.cache_salt)]
 
-    return chunks(
+    return ChunkStream(
         backend,
         jobs,
         request,

@@ -22,7 +22,7 @@ from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed, Whole, encode
 from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
-from hex_llm.server.openai.replies import Fields, check_model, chunks, end_of, head_of, whole
+from hex_llm.server.openai.replies import ChunkStream, Fields, check_model, end_of, head_of, whole
 from hex_llm.server.openai.schemas import CompletionRequest
 from hex_llm.types import CompletionOutput, Logprobs, RequestOutput
 
@@ -67,7 +67,7 @@ async def stream_completion(backend: Backend, request: CompletionRequest) -> Rep
     prompts = await _prompts(backend, request, params)
     jobs = [Job(prompt, params, request.priority, request.cache_salt) for prompt in prompts]
     head = head_of(backend, request, *KIND)
-    return chunks(backend, jobs, request, head, lambda: GrowingText(backend, request, params).add)
+    return ChunkStream(backend, jobs, request, head, lambda: GrowingText(backend, request, params).add)
 
 
 async def _prompts(

@@ -74,77 +74,68 @@ def end_of(choice: CompletionOutput) -> Fields:
 Telling = Callable[[StreamDelta], Iterable[Fields]]
 
 
-class Frame:
-    """Chunks around what choices say. All but that, and maybe the usage, is the same in each: made once."""
+class ChunkStream(ReplyStream):
+    """A reply in chunks, then DONE; the first chunk may tell the ids of the prompt.
 
-    def __init__(self, head: Fields, num_choices: int, options: StreamOptions | None, usage_at_end: bool):
-        options = options or StreamOptions()
-        self._head_fields = head
-        self._head = b'data: %b,"choices":[{"index":' % encode(head)[:-1]
+    `usage_at_end`: the chunk that ends the last choice tells the usage, unless a chunk of its own will.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        jobs: Sequence[Job],
+        request: OpenAIRequest,
+        head: Fields,
+        new_choice: Callable[[], Telling],
+        *,
+        tells_prompt_ids: bool = False,
+        usage_at_end: bool = False,
+    ) -> None:
+        params, options = jobs[0].params, request.stream_options or StreamOptions()
+        refuse_best_of(params)
+        if params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs: not together with stream", "prompt_logprobs")
+        super().__init__(backend, jobs, self._chunks_of)
+        self._n = params.n
+        self._choices = [new_choice() for _ in range(len(jobs) * params.n)]
+        self._head = head
+        self._start = b'data: %b,"choices":[{"index":' % encode(head)[:-1]  # the same for all: made once
+        self._tells_prompt_ids = tells_prompt_ids
         self._every_chunk_counts = options.continuous_usage_stats
         self._last_chunk_counts = usage_at_end and not options.include_usage
         self._has_usage_chunk = options.include_usage
-        self.num_open = num_choices
+        self._num_open = len(self._choices)
         self._num_output = 0
-        self._generations: dict[int, Generation] = {}
+        self._generations: dict[int, Generation] = {}  # by their jobs
 
-    def count(self, news: StreamDelta) -> None:
-        delta = news.delta
+    def _chunks_of(self, news: StreamDelta) -> bytes:
+        delta, piece, more = news.delta, b"", b""
         self._generations[news.job] = news.generation
         self._num_output += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self.num_open -= 1
+            self._num_open -= 1
+        index = news.job * self._n + delta.index
+        for choice in self._choices[index](news):
+            if self._tells_prompt_ids:
+                self._tells_prompt_ids = False
+                more = b',"prompt_token_ids":%b' % encode(news.generation.collector.request.prompt_ids)
+            piece += self._chunk(index, choice, more)
+            more = b""
+        return piece if self._num_open else piece + self._end()
 
-    def chunk(self, index: int, choice: Fields, more: bytes = b"") -> bytes:
+    def _chunk(self, index: int, choice: Fields, more: bytes) -> bytes:
         """`more` is JSON of further fields of the chunk, behind a comma."""
-        is_last = self.num_open == 0 and choice["finish_reason"] is not None
+        is_last = self._num_open == 0 and choice["finish_reason"] is not None
         counts = self._every_chunk_counts or (self._last_chunk_counts and is_last)
         used = encode(self._usage()) if counts else NULL
-        return b'%b%d,%b],"usage":%b%b}\n\n' % (self._head, index, encode(choice)[1:], used, more)
+        return b'%b%d,%b],"usage":%b%b}\n\n' % (self._start, index, encode(choice)[1:], used, more)
 
-    def end(self) -> bytes:
+    def _end(self) -> bytes:
         if not self._has_usage_chunk:
             return DONE
-        return event({**self._head_fields, "choices": [], "usage": self._usage()}) + DONE
+        return event({**self._head, "choices": [], "usage": self._usage()}) + DONE
 
     def _usage(self) -> Fields:
         collectors = [generation.collector for generation in self._generations.values()]
         num_cached = sum(collector.num_cached for collector in collectors)
         return usage((one.request.prompt_ids for one in collectors), self._num_output, num_cached)
-
-
-def chunks(
-    backend: Backend,
-    jobs: Sequence[Job],
-    request: OpenAIRequest,
-    head: Fields,
-    new_choice: Callable[[], Telling],
-    *,
-    tells_prompt_ids: bool = False,
-    usage_at_end: bool = False,
-) -> ReplyStream:
-    """A reply in chunks, then DONE; the first chunk may tell the ids of the prompt.
-
-    `usage_at_end`: the chunk that ends the last choice tells the usage, unless a chunk of its own will.
-    """
-    params = jobs[0].params
-    refuse_best_of(params)
-    if params.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs: not together with stream", "prompt_logprobs")
-    n = params.n
-    choices = [new_choice() for _ in range(len(jobs) * n)]
-    frame = Frame(head, len(choices), request.stream_options, usage_at_end)
-
-    def render(news: StreamDelta) -> bytes:
-        nonlocal tells_prompt_ids
-        frame.count(news)
-        index, more, piece = news.job * n + news.delta.index, b"", b""
-        for choice in choices[index](news):
-            if tells_prompt_ids:
-                prompt_ids = news.generation.collector.request.prompt_ids
-                more, tells_prompt_ids = b',"prompt_token_ids":%b' % encode(prompt_ids), False
-            piece += frame.chunk(index, choice, more)
-            more = b""
-        return piece if frame.num_open else piece + frame.end()
-
-    return ReplyStream(backend, jobs, render)
