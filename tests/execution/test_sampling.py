@@ -22,7 +22,7 @@ from hex_llm.execution.sampling import (
     adjusted,
     tokens,
     variant_of,
-    wanted,
+    wanted_features,
     weights,
 )
 from tests.execution.sampled import OFF, N, Slots, V, chosen, logits_of, rows_of, slots_of
@@ -159,7 +159,7 @@ def test_what_is_left_out_was_not_wanted(
     wants = [{"num_tokens": i + 3, **want} for i in range(20) for want in wants]
     rows, slots, logits = rows_of(wants), slots_of(len(wants), 900), logits_of(len(wants), 900)
     logits = logits.at[5, 7].set(jnp.nan)
-    assert wanted(jax.tree.map(np.asarray, rows)) == want
+    assert wanted_features(jax.tree.map(np.asarray, rows)) == want
     assert variant_of(want) == variant
     whole = chosen(logits, rows, slots)
     if Features.ADJUSTED in want:
