@@ -7,32 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hex_llm.execution.batch import Ints
 from hex_llm.text.bad_words import BadWords
+from hex_llm.text.grammar import Matcher
 from hex_llm.types import Request
-
-Self = TypeVar("Self")
-
-
-class Budget(Protocol):
-    seconds_taken: float
-
-
-class Matcher(Protocol):
-    """What follows a grammar; `text/grammar.py` makes them."""
-
-    @property
-    def budget(self) -> Budget: ...
-    def mask(self) -> Ints: ...
-    def accept(self, token_id: int) -> bool: ...
-    def copy(self: Self) -> Self: ...
-    @property
-    def stopped(self) -> bool: ...
 
 
 class TokenRules:

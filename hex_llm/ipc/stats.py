@@ -39,7 +39,7 @@ class Stats(msgspec.Struct, array_like=True, kw_only=True):
     num_preemptions: int = 0
     num_late_compiles: int = 0
     num_padding: int = 0  # tokens that steps wasted on padding
-    num_flops: float = 0.0  # of each device, as work.py estimates them
+    num_flops: float = 0.0  # of each device, as flops.py estimates them
     # Of this step:
     num_tokens: int = 0  # prefilled and decoded
     schedule_s: float = 0.0
