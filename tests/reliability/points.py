@@ -16,7 +16,7 @@ hex_llm.text.detokenize:Detokenizer.add
 hex_llm.frontend.outputs:OutputCollector.add
 hex_llm.frontend.outputs:OutputCollector.deltas
 hex_llm.frontend.outputs:OutputCollector.output
-hex_llm.server.openai.replies:Frame.chunk
+hex_llm.server.openai.replies:ChunkStream._chunks_of
 hex_llm.server.openai.logprobs:CompletionLogprobs.add
 hex_llm.server.metrics:Metrics.began
 hex_llm.server.metrics:Metrics.stepped
