@@ -92,7 +92,8 @@ class Engine:
     def stats(self) -> Stats:
         """After the last step."""
         stats = self.stepper.stats
-        return msgspec.structs.replace(stats, num_waiting=stats.num_waiting + self.book.num_compiling)
+        stats.num_waiting += self.book.num_compiling
+        return stats
 
     def check(self) -> None:
         """The invariants that hold between any two calls (blocks, slots, and the ledger of requests)."""

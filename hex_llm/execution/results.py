@@ -27,7 +27,7 @@ TOKEN = np.dtype(
 )
 CHOICE = np.dtype([("num_tokens", np.int32), ("tokens", TOKEN, (MAX_CHOSEN,))])  # none: none could be chosen
 CHOICE_SIZE = CHOICE.itemsize // 4
-FIRST_TOKEN = 1  # the column of its id
+FIRST_TOKEN = CHOICE_SIZE - MAX_CHOSEN * TOKEN.itemsize // 4  # the column of its id: tokens are the last
 
 
 def pack_choices(chosen: Chosen) -> jax.Array:

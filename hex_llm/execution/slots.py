@@ -31,7 +31,13 @@ class Field(NamedTuple):
 
 
 SCALARS = {
-    **dict.fromkeys(RANGES, Field(dtype=np.float32)),  # temperature and the like
+    "temperature": Field(dtype=np.float32),
+    "top_p": Field(dtype=np.float32),
+    "min_p": Field(dtype=np.float32),
+    "typical_p": Field(dtype=np.float32),
+    "presence_penalty": Field(dtype=np.float32),
+    "frequency_penalty": Field(dtype=np.float32),
+    "repetition_penalty": Field(dtype=np.float32),
     "top_k": Field(),
     "seed": Field(2),
     "num_prompt": Field(),

@@ -339,8 +339,9 @@ class Scheduler:
         for i, key in enumerate(keys, sequence.num_published):
             self.pool.publish(sequence.blocks[i], key)
         sequence.num_published += len(keys)
-        if not sequence.shares_blocks:  # it has grown too long meanwhile: nobody shall wait for its blocks
-            keys = sequence.block_keys[sequence.num_published :]
+        unpublished = sequence.block_keys[sequence.num_published :]  # none after most steps
+        if unpublished and not sequence.shares_blocks:  # it has grown too long: nobody shall wait for them
+            keys = unpublished
         self._fills_no_more(sequence, keys)
 
     def _fills_no_more(self, sequence: Sequence, keys: ListLike[bytes]) -> None:
