@@ -75,32 +75,32 @@ def check_request(request: Request, limits: Limits) -> None:
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
     _check_ids("logit_bias", params.logit_bias or (), limits)
     if sum(map(len, request.bad_word_ids)) > MAX_BAD_WORD_IDS:
-        raise InvalidRequest(f"bad_words: more than {MAX_BAD_WORD_IDS} tokens in all", "bad_words")
+        raise InvalidRequest.at("bad_words", f"more than {MAX_BAD_WORD_IDS} tokens in all")
     for ids in request.bad_word_ids:
         if not ids:
-            raise InvalidRequest("bad_words: a word without tokens", "bad_words")
+            raise InvalidRequest.at("bad_words", "a word without tokens")
         _check_ids("bad_words", ids, limits)
     _check_masks(request, limits)
     max_len = max_len_of(request, limits)
     if params.min_tokens > max_len - len(request.prompt_ids):
-        raise InvalidRequest(
-            f"min_tokens: {params.min_tokens} do not fit: the prompt has {len(request.prompt_ids)} tokens, "
-            f"prompt and output together may have {max_len}",
+        raise InvalidRequest.at(
             "min_tokens",
+            f"{params.min_tokens} do not fit: the prompt has {len(request.prompt_ids)} tokens, "
+            f"prompt and output together may have {max_len}",
         )
     _check_blocks(max_len, limits)
     _check_logprobs(request, max_len)
     if params.structured_outputs is not None and not limits.reads_text:
-        raise InvalidRequest("structured_outputs: this server has no tokenizer", "structured_outputs")
+        raise InvalidRequest.at("structured_outputs", "this server has no tokenizer")
     if not _is_whole(request.priority) or abs(request.priority) > MAX_INT:
-        raise InvalidRequest(f"priority: must be a whole number from {-MAX_INT} to {MAX_INT}", "priority")
+        raise InvalidRequest.at("priority", f"must be a whole number from {-MAX_INT} to {MAX_INT}")
     if request.priority and not limits.allows_priority:
-        raise InvalidRequest("priority: this server takes none (--allow_priority)", "priority")
+        raise InvalidRequest.at("priority", "this server takes none (--allow_priority)")
     salt = request.cache_salt
     if not isinstance(salt, str) or len(salt) > MAX_SALT or not is_unicode(salt):
-        raise InvalidRequest(f"cache_salt: must be a text of at most {MAX_SALT} characters", "cache_salt")
+        raise InvalidRequest.at("cache_salt", f"must be a text of at most {MAX_SALT} characters")
     if not isinstance(request.request_id, str) or not 0 < len(request.request_id) <= MAX_ID:
-        raise InvalidRequest(f"request_id: must be a text of 1 to {MAX_ID} characters", "request_id")
+        raise InvalidRequest.at("request_id", f"must be a text of 1 to {MAX_ID} characters")
 
 
 def _truncated(prompt_ids: ListLike[int], params: SamplingParams, limits: Limits) -> list[int]:
@@ -112,9 +112,8 @@ def _truncated(prompt_ids: ListLike[int], params: SamplingParams, limits: Limits
         return _plain(prompt_ids)
     room = limits.longest - (params.max_tokens or 1) if most == -1 else most
     if most > limits.longest - 1:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens: {most} is more than a prompt may have, {limits.longest - 1}",
-            "truncate_prompt_tokens",
+        raise InvalidRequest.at(
+            "truncate_prompt_tokens", f"{most} is more than a prompt may have, {limits.longest - 1}"
         )
     return _plain(prompt_ids[-max(room, 1) :])
 
@@ -159,10 +158,9 @@ def _check_logprobs(request: Request, max_len: int) -> None:
     params, num_prompt = request.params, len(request.prompt_ids)
     for name, num_tokens in {"logprobs": max_len - num_prompt, "prompt_logprobs": num_prompt}.items():
         if (getattr(params, name) or 0) * num_tokens * params.num_choices > MAX_LIKELIEST:
-            raise InvalidRequest(
-                f"{name}: more than {MAX_LIKELIEST} in all, for {num_tokens} tokens of "
-                f"{params.num_choices} choices",
+            raise InvalidRequest.at(
                 name,
+                f"more than {MAX_LIKELIEST} in all, for {num_tokens} tokens of {params.num_choices} choices",
             )
 
 
@@ -172,9 +170,8 @@ def _check_ids(name: str, token_ids: Collection[Any], limits: Limits) -> None:
         return
     for token_id in token_ids:
         if not _is_whole(token_id) or not 0 <= token_id < limits.vocab_size:
-            raise InvalidRequest(
-                f"{name}: token id {token_id!r:.40} is not a whole number from 0 to {limits.vocab_size - 1}",
-                name,
+            raise InvalidRequest.at(
+                name, f"token id {token_id!r:.40} is not a whole number from 0 to {limits.vocab_size - 1}"
             )
 
 
@@ -188,7 +185,7 @@ def _check_masks(request: Request, limits: Limits) -> None:
     if len(forbidden) < limits.vocab_size if allowed is None else any(i not in forbidden for i in allowed):
         return
     name = "bad_words" if allowed is None else "allowed_token_ids"
-    raise InvalidRequest(f"{name}: every token is a bad word or would end the output before min_tokens", name)
+    raise InvalidRequest.at(name, "every token is a bad word or would end the output before min_tokens")
 
 
 def narrowing_field(request: Request) -> str | None:
@@ -209,5 +206,5 @@ def _bad_word_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> list[l
         return [ids for word in params.bad_words for ids in bad_word_ids(tokenizer, word)]
     for name in ("stop", "bad_words", "structured_outputs"):
         if getattr(params, name):
-            raise InvalidRequest(f"{name}: this server has no tokenizer (--skip_tokenizer_init)", name)
+            raise InvalidRequest.at(name, "this server has no tokenizer (--skip_tokenizer_init)")
     return []

@@ -11,6 +11,8 @@ HexError
 └── EngineStopped    the request was not served: the engine failed, or is shutting down
 """
 
+from typing import Self
+
 
 def one_line(text: str) -> str:
     """Text from outside, for a message: as it is where it can be printed on one line."""
@@ -39,6 +41,11 @@ class InvalidRequest(HexError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+    @classmethod
+    def at(cls, param: str, problem: str) -> Self:
+        """The message begins with the field."""
+        return cls(f"{param}: {problem}", param)
 
 
 class UnknownModel(InvalidRequest):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +92,12 @@ class LLM:
         for name, values in (("sampling_params", each), ("priority", priority)):
             if len(values) != len(ids):
                 raise InvalidRequest(f"{len(values)} {name} for {len(ids)} prompts", name)
-        requests = [
-            make_request(
-                f"llm-{i}", ids[i], each[i], self.engine.limits, self.tokenizer,
-                priority=priority[i], cache_salt=cache_salt,
-            )
-            for i in range(len(ids))
-        ]  # fmt: skip
+        make = partial(
+            make_request, limits=self.engine.limits, tokenizer=self.tokenizer, cache_salt=cache_salt
+        )
         return [
-            OutputCollector(request, self.tokenizer, text)
-            for request, text in zip(requests, texts, strict=True)
+            OutputCollector(make(f"llm-{i}", ids[i], each[i], priority=priority[i]), self.tokenizer, text)
+            for i, text in enumerate(texts)
         ]
 
     def _run(self, collectors: list[OutputCollector], use_tqdm: bool) -> list[RequestOutput]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from datetime import UTC, datetime
-from typing import Any, Literal
-
-Format = Literal["text", "json"]
+from typing import Any
 
 
 def log_from(level: int, kind: str = "text") -> None:

@@ -45,9 +45,8 @@ class StructuredOutputs:
             raise _refused("structured_outputs.json_object", self.json_object, "true or false")
         given = (self.json is not None, self.json_object, self.regex is not None, bool(self.choice))
         if sum((*given, self.grammar is not None)) != 1:
-            raise InvalidRequest(
-                "structured_outputs: exactly one of json, json_object, regex, choice, grammar must be given",
-                "structured_outputs",
+            raise InvalidRequest.at(
+                "structured_outputs", "exactly one of json, json_object, regex, choice, grammar must be given"
             )
 
 
@@ -119,7 +118,7 @@ class SamplingParams:
                     _check_count(name, token_id, 0, MAX_INT)
                 object.__setattr__(self, name, ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequest("allowed_token_ids: must not be empty", "allowed_token_ids")
+            raise InvalidRequest.at("allowed_token_ids", "must not be empty")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
@@ -127,10 +126,10 @@ class SamplingParams:
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
             raise _refused("structured_outputs", self.structured_outputs, "StructuredOutputs")
         if self.best_of is not None and self.best_of < self.n:
-            raise InvalidRequest(f"best_of: {self.best_of} is less than n, {self.n}", "best_of")
+            raise InvalidRequest.at("best_of", f"{self.best_of} is less than n, {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}", "min_tokens"
+            raise InvalidRequest.at(
+                "min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}"
             )
 
 

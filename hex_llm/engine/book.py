@@ -94,7 +94,7 @@ class RequestBook:
         """Accepts a request; raises InvalidRequest or QueueFull, and nothing was accepted then."""
         check_request(request, self.limits)
         if request.request_id in self._active:
-            raise InvalidRequest("request_id: it is in use", "request_id")
+            raise InvalidRequest.at("request_id", "it is in use")
         scheduler.check_room(request.params.num_choices + self.num_compiling)
         active = ActiveRequest(request, scheduler)
         if request.params.structured_outputs is None:

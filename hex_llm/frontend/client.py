@@ -25,7 +25,6 @@ from hex_llm.ipc.protocol import Ready, Refused, Step
 from hex_llm.ipc.stats import EngineState, EngineStatus
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import RequestOutput
 from hex_llm.weights.model_files import open_tokenizer
 from hex_llm.weights.source import fetch_for, pinned
 
@@ -60,11 +59,6 @@ class EngineClient:
         return self.engine_status.state is EngineState.SERVING
 
     @property
-    def num_steps(self) -> int:
-        """That the engine has told of."""
-        return self.engine_status.num_steps
-
-    @property
     def max_len(self) -> int:
         assert self.limits is not None, "not loaded yet"
         return self.limits.longest
@@ -94,7 +88,7 @@ class EngineClient:
         self.requests.fail(state.value)
 
     async def adopt(self, ready: Ready) -> None:
-        """The limits of a process that is ready."""
+        """Takes over the limits of a process that is ready; it serves when this returns."""
         if self.limits is None:
             # Now: the engine has fetched the files, and two must not do so at the same time.
             self.tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
@@ -102,6 +96,7 @@ class EngineClient:
         log.info("sequences that may run and wait: %d (--max_concurrent_requests)", self.max_sequences)
 
     async def take(self, report: Step | Refused, *, is_behind: bool) -> None:
+        """`is_behind`: more reports have come already."""
         await self.requests.take(report, is_behind=is_behind)
 
     # ---- requests
@@ -123,14 +118,6 @@ class EngineClient:
         self._check_ready()
         with self.requests.add(collector, timeline, self.request_timeout_s) as generation:
             yield generation
-
-    async def complete(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> RequestOutput:
-        """The whole output, once it is there; cancelled, the request is aborted."""
-        async with self.generate(prompt, params, priority=priority, cache_salt=cache_salt) as generation:
-            await generation.until_end()
-        return generation.output()
 
     def check_room(self, num_sequences: int) -> None:
         """Refuses what there is no room for, before anything is made for it, whether or not the engine
@@ -159,8 +146,8 @@ class EngineClient:
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            raise InvalidRequest(
-                "prompt: this server has no tokenizer (--skip_tokenizer_init); send token ids", "prompt"
+            raise InvalidRequest.at(
+                "prompt", "this server has no tokenizer (--skip_tokenizer_init); send token ids"
             )
         return self.tokenizer.encode(text)
 

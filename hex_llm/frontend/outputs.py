@@ -127,9 +127,11 @@ class OutputCollector:
         self.prompt = prompt
         self.num_cached = 0
         self._tokenizer = tokenizer
-        echoed = [self._prompt_text()] if request.params.echo else []
+        params = request.params
+        echoed = [self._prompt_text()] if params.echo else []
         self._choices = [
-            _Choice(i, _detokenizer(request, tokenizer), [*echoed]) for i in range(request.params.num_choices)
+            _Choice(i, Detokenizer(tokenizer, params, request.prompt_ids) if tokenizer else None, [*echoed])
+            for i in range(params.num_choices)
         ]
         self._num_open = len(self._choices)
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -276,7 +278,3 @@ class _Choice:
         ids = self.token_ids[start:]
         logprobs = None if name is None else name(ids, self.logprobs[start:])
         return Delta(self.index, text, ids, logprobs, self.finish_reason, self.stop_reason, *self.failure)
-
-
-def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:
-    return None if tokenizer is None else Detokenizer(tokenizer, request.params, request.prompt_ids)

@@ -18,18 +18,20 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 import zmq.asyncio
 
-from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import decoded
 from hex_llm.ipc import protocol
 from hex_llm.ipc.protocol import Command, Ready, Refused, Report, Step
 from hex_llm.ipc.pulse import Watch
-from hex_llm.ipc.stats import EngineState, EngineStatus
+from hex_llm.ipc.stats import EngineState
+
+if TYPE_CHECKING:
+    from hex_llm.frontend.client import EngineClient
 
 log = logging.getLogger(__name__)
 
@@ -162,29 +164,12 @@ class EngineProcess:
             self._at_end.close()
 
 
-class Owner(Protocol):
-    """Whose engine it is."""
-
-    config: EngineConfig
-    log_format: str
-    stuck_timeout_s: float
-    step_timeout_s: float
-    engine_status: EngineStatus
-
-    # A process can serve, and will when this returns.
-    async def adopt(self, ready: Ready) -> None: ...
-    # `is_behind`: more reports have come already.
-    async def take(self, report: Step | Refused, *, is_behind: bool) -> None: ...
-    # It serves no more.
-    def fail(self, state: EngineState) -> None: ...
-
-
 class Supervisor:
     """Keeps an engine's process running."""
 
     process: EngineProcess | None = None
 
-    def __init__(self, owner: Owner, command: Sequence[str]) -> None:
+    def __init__(self, owner: EngineClient, command: Sequence[str]) -> None:
         self._owner = owner
         self._command = command
         self._status = owner.engine_status

@@ -41,6 +41,24 @@ LAG = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04
        0.3, 0.5, 1, 2, 5, 10)  # fmt: skip
 LAG_S = 0.01  # between two looks at the event loop
 RECENT_S = 10  # what the rate of tokens is taken over
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {  # what each tells, and its buckets
+    "vllm:time_to_first_token_seconds": ("Time to first token in seconds.", SOON),
+    "vllm:request_time_per_output_token_seconds": (
+        "Time per output token of a request, in seconds.",
+        BETWEEN,
+    ),
+    "vllm:e2e_request_latency_seconds": ("End to end request latency in seconds.", LONG),
+    "vllm:request_queue_time_seconds": ("Time spent in the waiting phase.", LONG),
+    "vllm:request_prefill_time_seconds": ("Time spent in the prefill phase.", LONG),
+    "vllm:request_decode_time_seconds": ("Time spent in the decode phase.", LONG),
+    "vllm:request_inference_time_seconds": ("Time spent in the running phase.", LONG),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
+    "vllm:request_generation_tokens": ("Generated tokens of a request.", TOKENS),
+    "vllm:request_params_max_tokens": ("max_tokens of a request.", TOKENS),
+    "vllm:request_params_n": ("n of a request.", (1, 2, 5, 10, 20)),
+    "vllm:iteration_tokens_total": ("Tokens per engine step.", STEP_TOKENS),
+    "hex_llm:event_loop_lag_seconds": ("How much later than due the event loop came to something.", LAG),
+}
 
 # The requests that the present HTTP request has made, for its line in the log; tasks inherit it.
 CURRENT: ContextVar[list[Timeline] | None] = ContextVar("CURRENT", default=None)
@@ -56,25 +74,13 @@ class Metrics(Observer):
         self.registry.register(_EngineNumbers(model_name, self.engine_status))
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_S + 1)  # second, tokens
 
-        soon, between, life = self._times(SOON), self._times(BETWEEN), self._times(LONG)
-        self._first_token = soon("time_to_first_token_seconds", "Time to first token in seconds.")
+        of_model = ("model_name",)
+        self._histograms = {
+            name: Histogram(name, about, of_model, buckets=buckets, registry=self.registry).labels(model_name)
+            for name, (about, buckets) in HISTOGRAMS.items()
+        }
         self._pauses = _Pauses(model_name)
         self.registry.register(self._pauses)
-        self._per_token = between(
-            "request_time_per_output_token_seconds", "Time per output token of a request, in seconds."
-        )
-        self._life = life("e2e_request_latency_seconds", "End to end request latency in seconds.")
-        self._queue = life("request_queue_time_seconds", "Time spent in the waiting phase.")
-        self._prefill = life("request_prefill_time_seconds", "Time spent in the prefill phase.")
-        self._decode = life("request_decode_time_seconds", "Time spent in the decode phase.")
-        self._inference = life("request_inference_time_seconds", "Time spent in the running phase.")
-        tokens = self._times(TOKENS)
-        self._prompt_size = tokens("request_prompt_tokens", "Prompt tokens of a request.")
-        self._output_size = tokens("request_generation_tokens", "Generated tokens of a request.")
-        self._max_tokens = tokens("request_params_max_tokens", "max_tokens of a request.")
-        self._num_choices = self._times((1, 2, 5, 10, 20))("request_params_n", "n of a request.")
-        self._step_tokens = self._times(STEP_TOKENS)("iteration_tokens_total", "Tokens per engine step.")
-
         self._prompt_tokens = self._count("vllm:prompt_tokens", "Prefill tokens processed.")
         self._cached_tokens = self._count("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.")
         self._output_tokens = self._count("vllm:generation_tokens", "Generation tokens processed.")
@@ -83,9 +89,6 @@ class Metrics(Observer):
         for reason in ("stop", "length", "abort", "error"):
             self._ends.labels(model_name, reason)
         self._phases = self._phase_times()
-        self._lag = self._times(LAG, "hex_llm")(
-            "event_loop_lag_seconds", "How much later than due the event loop came to something."
-        )
         of_http = ("method", "route", "status")
         self._http = Counter("hex_llm:http_requests", "HTTP requests.", of_http, registry=self.registry)
 
@@ -96,7 +99,7 @@ class Metrics(Observer):
             mine.append(timeline)
 
     def got_first_token(self, timeline: Timeline) -> None:
-        self._first_token.observe(timeline.first - timeline.arrived)
+        self._observe("vllm:time_to_first_token_seconds", timeline.first - timeline.arrived)
         self._prompt_tokens.inc(timeline.num_prompt)
         self._cached_tokens.inc(timeline.num_cached)
 
@@ -106,7 +109,7 @@ class Metrics(Observer):
         self._phases["wait"].observe(stats.wait_s)
         self._phases["rest"].observe(stats.rest_s)
         if stats.num_tokens:
-            self._step_tokens.observe(stats.num_tokens)
+            self._observe("vllm:iteration_tokens_total", stats.num_tokens)
         self._pauses.add(pauses)
         self._output_tokens.inc(num_tokens)
         second = int(time.monotonic())
@@ -117,23 +120,22 @@ class Metrics(Observer):
     def ended(self, timeline: Timeline, reasons: list[str]) -> None:
         for reason in reasons:
             self._ends.labels(self.model_name, reason).inc()
-        self._prompt_size.observe(timeline.num_prompt)
-        self._output_size.observe(timeline.num_generated)
-        self._num_choices.observe(timeline.num_choices)
+        self._observe("vllm:request_prompt_tokens", timeline.num_prompt)
+        self._observe("vllm:request_generation_tokens", timeline.num_generated)
+        self._observe("vllm:request_params_n", timeline.num_choices)
         if timeline.max_tokens is not None:
-            self._max_tokens.observe(timeline.max_tokens)
-        self._life.observe(timeline.ended - timeline.arrived)
+            self._observe("vllm:request_params_max_tokens", timeline.max_tokens)
+        self._observe("vllm:e2e_request_latency_seconds", timeline.ended - timeline.arrived)
         if not timeline.first:
             return
         prefill, decode = timeline.first - timeline.begun, timeline.latest - timeline.first
-        self._queue.observe(timeline.queued_s)
-        self._prefill.observe(prefill)
-        self._decode.observe(decode)
-        self._inference.observe(prefill + decode)
-        if timeline.num_generated > 1:
-            self._per_token.observe(decode * timeline.num_choices / (timeline.num_generated - 1))
         for phase, seconds in (("queue", timeline.queued_s), ("prefill", prefill), ("decode", decode)):
+            self._observe(f"vllm:request_{phase}_time_seconds", seconds)
             self._phases[phase].observe(seconds)
+        self._observe("vllm:request_inference_time_seconds", prefill + decode)
+        if timeline.num_generated > 1:
+            per_token = decode * timeline.num_choices / (timeline.num_generated - 1)
+            self._observe("vllm:request_time_per_output_token_seconds", per_token)
 
     def answered(self, method: str, route: str, status: int) -> None:
         self._http.labels(method, route, status).inc()
@@ -143,7 +145,10 @@ class Metrics(Observer):
         while True:
             due = time.monotonic() + LAG_S
             await asyncio.sleep(LAG_S)
-            self._lag.observe(max(time.monotonic() - due, 0))
+            self._observe("hex_llm:event_loop_lag_seconds", max(time.monotonic() - due, 0))
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
     # ---- what is told
 
@@ -166,14 +171,6 @@ class Metrics(Observer):
             "prefix_hit_rate": stats.num_prefix_hits / queries if queries else None,
             "tokens_per_s": self.tokens_per_s(),
         }
-
-    def _times(self, buckets: tuple[float, ...], prefix: str = "vllm") -> Any:
-        def histogram(name: str, about: str) -> Histogram:
-            labels = ("model_name",)
-            made = Histogram(f"{prefix}:{name}", about, labels, buckets=buckets, registry=self.registry)
-            return made.labels(self.model_name)
-
-        return histogram
 
     def _phase_times(self) -> dict[str, Histogram]:
         times = Histogram(
@@ -221,7 +218,7 @@ class _EngineNumbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         s, engine_status = self.engine_status.stats, self.engine_status
-        for name, about, value in (
+        gauges = (
             ("vllm:num_requests_running", "Sequences in execution.", s.num_running),
             ("vllm:num_requests_waiting", "Sequences waiting to be processed.", s.num_waiting),
             ("vllm:kv_cache_usage_perc", "KV-cache usage; 1 is all of it.", _usage(s)),
@@ -229,11 +226,8 @@ class _EngineNumbers(Collector):
             ("hex_llm:kv_blocks_free", "Blocks that nobody holds.", s.num_free_blocks),
             ("hex_llm:kv_blocks_cached", "Blocks that hold a known prefix.", s.num_cached_blocks),
             ("hex_llm:stalled_seconds", "How long there has been work and no step.", engine_status.stalled_s),
-        ):
-            gauge = GaugeMetricFamily(name, about, labels=["model_name"])
-            gauge.add_metric([self.model_name], value)
-            yield gauge
-        for name, about, count in (
+        )
+        counters = (
             ("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", s.num_prefix_queries),
             ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", s.num_prefix_hits),
             ("vllm:num_preemptions", "Preemptions.", s.num_preemptions),
@@ -241,10 +235,12 @@ class _EngineNumbers(Collector):
             ("hex_llm:padding_tokens", "Tokens that steps wasted on padding.", s.num_padding),
             ("hex_llm:late_compiles", "Programs compiled after the warm-up.", s.num_late_compiles),
             ("hex_llm:engine_steps", "Steps of the engine.", engine_status.num_steps),
-        ):
-            counter = CounterMetricFamily(name, about, labels=["model_name"])
-            counter.add_metric([self.model_name], count)
-            yield counter
+        )
+        for kind, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, about, value in numbers:
+                family = kind(name, about, labels=["model_name"])
+                family.add_metric([self.model_name], value)
+                yield family
         labels = ["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         adapters = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
         adapters.add_metric([self.model_name, "0", "", ""], time.time())

@@ -127,7 +127,7 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     async def detokenize(body: ToDetokenize) -> Response:
         ids = body.tokens
         if ids and not 0 <= min(ids) <= max(ids) <= MAX_INT:
-            raise InvalidRequest(f"tokens: must be whole numbers from 0 to {MAX_INT}", "tokens")
+            raise InvalidRequest.at("tokens", f"must be whole numbers from 0 to {MAX_INT}")
         tokenizer = _tokenizer(backend)
         decode = partial(tokenizer.decode, ids, skip_special_tokens=False)
         return Encoded(await shaped(len(ids), lambda: encode({"prompt": decode()})))

@@ -20,13 +20,13 @@ def bad_word_ids(tokenizer: Tokenizer, word: str) -> list[list[int]]:
     """
     word = word.lstrip(" ")
     if not word:
-        raise InvalidRequest("bad_words: a word must hold more than spaces", "bad_words")
+        raise InvalidRequest.at("bad_words", "a word must hold more than spaces")
     sequences = [tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word)]
     before, inside = (tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, _BEFORE + word))
     if inside[: len(before)] == before:
         sequences.append(inside[len(before) :])
     if not all(sequences):
-        raise InvalidRequest(f"bad_words: {one_line(word)[:80]} has no tokens", "bad_words")
+        raise InvalidRequest.at("bad_words", f"{one_line(word)[:80]} has no tokens")
     distinct = [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
     return [ids for ids in distinct if not any(_ends_with(ids, other) for other in distinct)]
 

@@ -136,7 +136,7 @@ def _mark_end(messages: list[dict[str, Any]]) -> str:
         holder, key = (blocks[-1], "text") if blocks else ({}, "text")
     text = holder.get(key)
     if not isinstance(text, str):
-        raise InvalidRequest("continue_final_message: the last message has no text", "continue_final_message")
+        raise InvalidRequest.at("continue_final_message", "the last message has no text")
     holder[key] = text + _TAG
     return text
 
@@ -144,9 +144,7 @@ def _mark_end(messages: list[dict[str, Any]]) -> str:
 def _cut(text: str, last: str) -> str:
     place = text.rfind(_TAG.strip())
     if place < 0 or last.strip() not in text[:place]:
-        raise InvalidRequest(
-            "continue_final_message: the chat template leaves out the last message", "continue_final_message"
-        )
+        raise InvalidRequest.at("continue_final_message", "the chat template leaves out the last message")
     return text[:place] if text.startswith(_TAG, place) else text[:place].rstrip()
 
 
@@ -161,10 +159,10 @@ def _compile(template: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals = {
         "range": environment.globals["range"],
-        "dict": _dict,
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # without the attributes of the class
         "namespace": Namespace,
         "raise_exception": _raise,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
     }
     return environment.from_string(template)
 
@@ -198,10 +196,6 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -217,7 +211,3 @@ def _tojson(
 
 def _raise(message: str) -> NoReturn:
     raise InvalidRequest(str(message), "messages")
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -113,12 +113,10 @@ class GrammarFactory:
         done: Future[Matcher] = Future()
         try:
             _check(wanted)
+            if self._vocabulary is None:
+                raise InvalidRequest.at(_PARAM, "not supported with this model's kind of tokenizer")
         except InvalidRequest as error:
             done.set_exception(error)
-            return done
-        if self._vocabulary is None:
-            reason = f"{_PARAM}: not supported with this model's kind of tokenizer"
-            done.set_exception(InvalidRequest(reason, _PARAM))
             return done
         key = sha256(msgspec.json.encode(wanted)).digest()
         with self._lock:
@@ -133,10 +131,6 @@ class GrammarFactory:
                 return done
         entry.tell(done, self._vocabulary)
         return done
-
-    def compile(self, wanted: StructuredOutputs) -> Matcher:
-        """As `submit`, for who can wait."""
-        return self.submit(wanted).result()
 
     def close(self) -> None:
         """Ends the threads and the processes."""
@@ -269,8 +263,7 @@ class Matcher:
     def _check(self) -> None:
         reason = "it takes too long" if self.budget.seconds_left < 0 else self._inner.get_error()
         if reason:  # a mask would be that of an end
-            reason = f"{_PARAM}: too complex to be followed further ({_shortened(reason)})"
-            raise InvalidRequest(reason, _PARAM)
+            raise InvalidRequest.at(_PARAM, f"too complex to be followed further ({_shortened(reason)})")
 
 
 # ---- refusals

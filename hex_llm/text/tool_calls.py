@@ -9,18 +9,7 @@ from typing import Any
 
 from hex_llm.errors import InvalidRequest, one_line
 from hex_llm.text.json_stream import Reading
-from hex_llm.text.tool_formats import PARSERS, CallDelta, ToolDelta, ToolParser
-
-__all__ = [
-    "PARSERS",
-    "CallDelta",
-    "ForcedCall",
-    "ForcedCalls",
-    "ToolDelta",
-    "ToolParser",
-    "forced_schema",
-    "parser_name_for",
-]
+from hex_llm.text.tool_formats import ToolParser
 
 # What only templates of a format have in them, the most telling ones first. None: tags of Hermes around what
 # is no JSON.
@@ -53,16 +42,16 @@ def forced_schema(tools: list[dict[str, Any]], choice: str, *, parallel: bool = 
     schemas = {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
     if choice != "required":
         if choice not in schemas:
-            raise InvalidRequest(f"tool_choice: there is no tool {one_line(choice)}", "tool_choice")
+            raise InvalidRequest.at("tool_choice", f"there is no tool {one_line(choice)}")
         return schemas[choice]
     if not schemas:
-        raise InvalidRequest("tool_choice: required, but there are no tools", "tool_choice")
+        raise InvalidRequest.at("tool_choice", "required, but there are no tools")
     # A reference is from the root of the whole, so each schema must be told where it has gone.
     roots = {name: f"#/$defs/tool_{i}" for i, name in enumerate(schemas)}
     try:
         moved = {f"tool_{i}": _moved(schemas[name], root) for i, (name, root) in enumerate(roots.items())}
     except RecursionError:
-        raise InvalidRequest("tools: the parameters are nested too deeply", "tools") from None
+        raise InvalidRequest.at("tools", "the parameters are nested too deeply") from None
     return {
         "type": "array",
         "minItems": 1,

@@ -270,6 +270,7 @@ PARENT = """
 import asyncio, sys
 from hex_llm.config import EngineConfig
 from hex_llm.frontend.client import EngineClient
+from tests.frontend.clients import complete
 from tests.server.fakes import *
 
 async def run():
@@ -279,7 +280,7 @@ async def run():
         await asyncio.sleep(0.01)
     if "FakeEngine" in sys.argv[1]:
         await starting
-        asyncio.create_task(client.complete([5], SamplingParams(max_tokens=None, ignore_eos=True)))
+        asyncio.create_task(complete(client, [5], SamplingParams(max_tokens=None, ignore_eos=True)))
         await asyncio.sleep(0.1)
     else:
         await asyncio.sleep(1)

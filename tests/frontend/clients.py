@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from hex_llm.config import EngineConfig
 from hex_llm.errors import EngineStopped
 from hex_llm.frontend.client import EngineClient
 from hex_llm.sampling_params import SamplingParams
+from hex_llm.types import RequestOutput
 from tests.server.fakes import (
     byte_tokenizer,
     fake_worker,
@@ -45,9 +47,18 @@ def with_client(
         assert not worker.is_running()
         assert not folder.exists()
         with pytest.raises(EngineStopped):
-            await client.complete([5], SHORT)
+            await complete(client, [5], SHORT)
 
     asyncio.run(run())
+
+
+async def complete(
+    client: EngineClient, prompt: str | list[int], params: SamplingParams, **options: Any
+) -> RequestOutput:
+    """The whole output, once it is there; cancelled, the request is aborted."""
+    async with client.generate(prompt, params, **options) as generation:
+        await generation.until_end()
+    return generation.output()
 
 
 def process_of(client: EngineClient) -> psutil.Process:

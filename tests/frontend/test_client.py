@@ -17,7 +17,7 @@ from hex_llm.frontend.requests import Observer, Timeline
 from hex_llm.ipc.stats import EngineState, Stats
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import FinishReason
-from tests.frontend.clients import CONFIG, LONG, SHORT, until, with_client
+from tests.frontend.clients import CONFIG, LONG, SHORT, complete, until, with_client
 from tests.server.fakes import (
     BOS,
     EOS,
@@ -37,8 +37,8 @@ def test_texts_and_ids_are_completed() -> None:
     async def test(client: EngineClient) -> None:
         assert (client.limits, client.max_len) == (LIMITS, LIMITS.max_len)
         text, ids = await asyncio.gather(
-            client.complete("hello", SamplingParams(max_tokens=None)),
-            client.complete([7, 8, 9], SamplingParams(max_tokens=2)),
+            complete(client, "hello", SamplingParams(max_tokens=None)),
+            complete(client, [7, 8, 9], SamplingParams(max_tokens=2)),
         )
         assert text.outputs[0].text == "olleh"
         assert text.outputs[0].finish_reason is FinishReason.STOP
@@ -55,11 +55,11 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens() -> Non
         codec = ByteCodec()
         client.tokenizer = byte_tokenizer(codec=codec)
         with pytest.raises(InvalidRequest, match=r"at least \d+ tokens; .* may have 4096") as caught:
-            await client.complete("a" * 5_000_000, SHORT)
+            await complete(client, "a" * 5_000_000, SHORT)
         assert caught.value.param == "prompt"
         assert not codec.threads
         kept = SamplingParams(max_tokens=1, truncate_prompt_tokens=3)
-        assert len((await client.complete("a" * 100_000, kept)).prompt_token_ids) == 3
+        assert len((await complete(client, "a" * 100_000, kept)).prompt_token_ids) == 3
 
     with_client(test)
 
@@ -68,7 +68,7 @@ def test_large_reports_are_taken_in_like_small_ones() -> None:
     async def test(client: EngineClient) -> None:
         params = SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=20)
         prompt = [50 + i % 200 for i in range(4000)]  # of which the first report tells a megabyte
-        large, small = await asyncio.gather(client.complete(prompt, params), client.complete([5, 6], LONG))
+        large, small = await asyncio.gather(complete(client, prompt, params), complete(client, [5, 6], LONG))
         assert large.prompt_logprobs is not None
         told = zip(prompt[1:], large.prompt_logprobs[1:], strict=True)
         assert [known[i].logprob for i, known in told if known] == [-i / 1000 for i in prompt[1:]]
@@ -82,10 +82,10 @@ def test_large_reports_are_taken_in_like_small_ones() -> None:
 def test_without_a_tokenizer() -> None:
     async def test(client: EngineClient) -> None:
         client.tokenizer = None
-        output = await client.complete([7, 8], SamplingParams(max_tokens=2))
+        output = await complete(client, [7, 8], SamplingParams(max_tokens=2))
         assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [8, 7])
         with pytest.raises(InvalidRequest, match="tokenizer"):
-            await client.complete("text", SHORT)
+            await complete(client, "text", SHORT)
 
     with_client(test)
 
@@ -95,19 +95,19 @@ def test_stop_strings_end_choices_here_and_in_the_engine(tmp_path: Path) -> None
 
     async def test(client: EngineClient) -> None:
         params = SamplingParams(max_tokens=4000, ignore_eos=True, stop=("ba",), n=2)
-        output = await client.complete("abc", params)
+        output = await complete(client, "abc", params)
         assert [choice.text for choice in output.outputs] == ["c", ""]
         assert [choice.stop_reason for choice in output.outputs] == ["ba", "ba"]
         await until(lambda: "idle" in journal.read_text())
         assert sorted(journal.read_text().split("\n"))[1:] == ["add", "idle", "stop 0", "stop 1"]
-        assert client.num_steps < 100
+        assert client.engine_status.num_steps < 100
 
     with_client(test, f"FakeEngine(Path({str(journal)!r}), step_s=0.01)")
 
 
 def test_best_of_returns_the_best() -> None:
     async def test(client: EngineClient) -> None:
-        output = await client.complete("ab", SamplingParams(max_tokens=9, best_of=3))
+        output = await complete(client, "ab", SamplingParams(max_tokens=9, best_of=3))
         (choice,) = output.outputs
         # Low ids are likely: the choice that leaves out both letters.
         assert (choice.text, choice.token_ids, choice.logprobs) == ("", [BOS, EOS], None)
@@ -117,14 +117,14 @@ def test_best_of_returns_the_best() -> None:
 
 def test_what_is_wrong_is_told_to_its_caller_alone() -> None:
     async def test(client: EngineClient) -> None:
-        bystander = asyncio.create_task(client.complete([5], SamplingParams(max_tokens=50, ignore_eos=True)))
+        bystander = asyncio.create_task(complete(client, [5], SamplingParams(max_tokens=50, ignore_eos=True)))
         with pytest.raises(InvalidRequest) as caught:
-            await client.complete([LIMITS.vocab_size], SHORT)
+            await complete(client, [LIMITS.vocab_size], SHORT)
         assert caught.value.param == "prompt"
         with pytest.raises(InvalidRequest):
-            await client.complete("a", SHORT, cache_salt="x" * 5000)
+            await complete(client, "a", SHORT, cache_salt="x" * 5000)
         with pytest.raises(HexError) as odd:
-            await client.complete([FAILS_TO_ADD], SHORT)
+            await complete(client, [FAILS_TO_ADD], SHORT)
         assert type(odd.value) is HexError
         assert "0x7f" not in str(odd.value)
         assert len((await bystander).outputs[0].token_ids) == 50
@@ -141,7 +141,7 @@ def test_an_engine_judges_requests_for_itself() -> None:
         assert client.limits is not None
         client.limits = module.Limits(**{**vars(client.limits), "vocab_size": 10**6})
         with pytest.raises(InvalidRequest) as caught:
-            await client.complete([LIMITS.vocab_size], SHORT)
+            await complete(client, [LIMITS.vocab_size], SHORT)
         assert caught.value.param == "prompt"
 
     with_client(test)
@@ -149,10 +149,10 @@ def test_an_engine_judges_requests_for_itself() -> None:
 
 def test_a_full_queue_is_told() -> None:
     async def test(client: EngineClient) -> None:
-        first = asyncio.create_task(client.complete([5], LONG))
-        await until(lambda: client.num_steps)
+        first = asyncio.create_task(complete(client, [5], LONG))
+        await until(lambda: client.engine_status.num_steps)
         with pytest.raises(QueueFull):
-            await client.complete([5], SHORT)
+            await complete(client, [5], SHORT)
         first.cancel()
 
     with_client(test, "FakeEngine(max_requests=1, step_s=0.01)")
@@ -169,7 +169,7 @@ def test_output_that_cannot_be_put_together_fails_alone(monkeypatch: pytest.Monk
 
     async def test(client: EngineClient) -> None:
         good, bad = await asyncio.gather(
-            client.complete([5], LONG), client.complete([6], LONG), return_exceptions=True
+            complete(client, [5], LONG), complete(client, [6], LONG), return_exceptions=True
         )
         assert isinstance(bad, HexError)
         assert not isinstance(good, BaseException)
@@ -218,7 +218,7 @@ def test_many_streams_lose_no_token() -> None:
 def test_a_slow_reader_gets_all_at_once_and_holds_up_nobody() -> None:
     async def test(client: EngineClient) -> None:
         async with client.generate([5, 6], SamplingParams(max_tokens=200, ignore_eos=True)) as slow:
-            await asyncio.gather(*(client.complete([7], SamplingParams(max_tokens=300)) for _ in range(10)))
+            await asyncio.gather(*(complete(client, [7], SamplingParams(max_tokens=300)) for _ in range(10)))
             await slow.until_end()
             deltas = [delta async for delta in slow]
         assert len(deltas) == 1
@@ -239,7 +239,7 @@ def test_cancelling_aborts_at_every_stage(stage: str, stream: bool, tmp_path: Pa
     async def ask(client: EngineClient) -> None:
         params = SamplingParams(max_tokens=3) if stage == "last token" else LONG
         if not stream:
-            await client.complete([5, 6], params)
+            await complete(client, [5, 6], params)
             return
         async with client.generate([5, 6], params) as generation:
             async for _ in generation:
@@ -251,20 +251,20 @@ def test_cancelling_aborts_at_every_stage(stage: str, stream: bool, tmp_path: Pa
         elif stage == "queued":
             await until(lambda: client.requests)
         elif stage == "running":
-            await until(lambda: client.num_steps > 1)
+            await until(lambda: client.engine_status.num_steps > 1)
         elif stage == "many steps":
-            await until(lambda: client.num_steps > 20)
+            await until(lambda: client.engine_status.num_steps > 20)
         elif stage == "last token":
-            await until(lambda: client.num_steps >= 4)
+            await until(lambda: client.engine_status.num_steps >= 4)
 
     async def test(client: EngineClient) -> None:
-        await client.complete([9], SHORT)
-        assert client.num_steps == 1
+        await complete(client, [9], SHORT)
+        assert client.engine_status.num_steps == 1
         task = asyncio.create_task(ask(client))
         await reach(client)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await client.complete([9], SHORT)  # all before it has reached the engine
+        await complete(client, [9], SHORT)  # all before it has reached the engine
         await until(lambda: journal.read_text().endswith("idle\n"))
         assert not client.requests
         events = journal.read_text().split()
@@ -314,7 +314,7 @@ class Watching(Observer):
 def test_an_observer_is_told_of_each_request() -> None:
     async def test(client: EngineClient) -> None:
         watching = client.statistics.observer = Watching()
-        await client.complete([7, 8], SamplingParams(max_tokens=2, n=2))
+        await complete(client, [7, 8], SamplingParams(max_tokens=2, n=2))
         assert watching.told[:-1] == ["began", "first"]
         assert watching.steps == [(2, 0), (2, 2)]
         timeline, reasons = watching.told[-1]
@@ -329,14 +329,14 @@ def test_an_observer_is_told_of_each_request() -> None:
             async for _ in generation:
                 break
         assert watching.told[-1][1] == ["abort"]
-        output = await client.complete("ab", SamplingParams(max_tokens=9, stop=("a",)))
+        output = await complete(client, "ab", SamplingParams(max_tokens=9, stop=("a",)))
         assert output.outputs[0].text == "b"
         assert watching.told[-1][1] == ["stop"]
         watching.told.clear()
         with pytest.raises(HexError):
-            await client.complete([FAILS_TO_ADD], SHORT)
+            await complete(client, [FAILS_TO_ADD], SHORT)
         assert {*watching.told} <= {"began"}
-        task = asyncio.create_task(client.complete([5], LONG))
+        task = asyncio.create_task(complete(client, [5], LONG))
         await until(lambda: "first" in watching.told)
         client.fail(EngineState.STOPPED)
         with pytest.raises(EngineStopped):
@@ -349,12 +349,12 @@ def test_an_observer_is_told_of_each_request() -> None:
 def test_work_is_pending_until_the_engine_has_told_its_end() -> None:
     async def test(client: EngineClient) -> None:
         assert client.engine_status.stalled_s == 0
-        await client.complete([5], SamplingParams(max_tokens=2, n=2))
+        await complete(client, [5], SamplingParams(max_tokens=2, n=2))
         with pytest.raises(HexError):
-            await client.complete([FAILS_TO_ADD], SHORT)
+            await complete(client, [FAILS_TO_ADD], SHORT)
         assert client.engine_status.num_pending == 0
         assert client.engine_status.memory == "memory: none"
-        task = asyncio.create_task(client.complete([HANGS], SHORT))
+        task = asyncio.create_task(complete(client, [HANGS], SHORT))
         await until(lambda: client.engine_status.num_pending)
         task.cancel()  # that nobody waits any more does not make the engine well
         await asyncio.sleep(0.5)
@@ -379,11 +379,11 @@ def test_a_request_has_only_so_much_time(stream: bool, tmp_path: Path) -> None:
         client.request_timeout_s = 0.3
         started = time.monotonic()
         with pytest.raises(TimedOut, match=r"0.3 s"):
-            await (read(client) if stream else client.complete([5], LONG))
+            await (read(client) if stream else complete(client, [5], LONG))
         assert 0.2 < time.monotonic() - started < 2
         await until(lambda: "idle" in journal.read_text())
         assert journal.read_text().split() == ["add", "abort", "idle"]
-        await client.complete([5], SHORT)
+        await complete(client, [5], SHORT)
 
     with_client(test, f"FakeEngine(Path({str(journal)!r}), step_s=0.01)")
 

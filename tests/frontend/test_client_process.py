@@ -20,7 +20,7 @@ from hex_llm.frontend.process import private_folder
 from hex_llm.ipc.protocol import report_address
 from hex_llm.ipc.stats import EngineState
 from hex_llm.sampling_params import SamplingParams
-from tests.frontend.clients import CONFIG, LONG, SHORT, process_of, until, with_client
+from tests.frontend.clients import CONFIG, LONG, SHORT, complete, process_of, until, with_client
 from tests.server.fakes import (
     FAILS_TO_STEP,
     HANGS,
@@ -39,8 +39,8 @@ def assert_all_stopped(outcomes: list[Any]) -> None:
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_engine_ends_every_request(sign: signal.Signals) -> None:
     async def test(client: EngineClient) -> None:
-        tasks = [asyncio.create_task(client.complete([i], LONG)) for i in range(5, 55)]
-        await until(lambda: client.num_steps > 3)
+        tasks = [asyncio.create_task(complete(client, [i], LONG)) for i in range(5, 55)]
+        await until(lambda: client.engine_status.num_steps > 3)
         started = time.monotonic()
         os.kill(process_of(client).pid, sign)
         assert_all_stopped(await asyncio.gather(*tasks, return_exceptions=True))
@@ -48,7 +48,7 @@ def test_a_killed_engine_ends_every_request(sign: signal.Signals) -> None:
         assert not client.ready
         assert not client.requests
         with pytest.raises(EngineStopped, match="restarted"):
-            await client.complete([5], SHORT)
+            await complete(client, [5], SHORT)
 
     with_client(test, "FakeEngine(step_s=0.01)")
 
@@ -57,8 +57,8 @@ def test_a_dead_engine_is_started_again(tmp_path: Path) -> None:
     async def test(client: EngineClient) -> None:
         for _ in range(2):
             dead = process_of(client)
-            task = asyncio.create_task(client.complete([5], LONG))
-            await until(lambda: client.engine_status.num_pending and client.num_steps)
+            task = asyncio.create_task(complete(client, [5], LONG))
+            await until(lambda: client.engine_status.num_pending and client.engine_status.num_steps)
             dead.kill()
             with pytest.raises(EngineStopped):
                 await task
@@ -66,7 +66,7 @@ def test_a_dead_engine_is_started_again(tmp_path: Path) -> None:
             await until(lambda: client.ready)
             assert process_of(client).pid != dead.pid
             assert client.engine_status.num_pending == 0
-            output = await client.complete("hello", SamplingParams(max_tokens=None))
+            output = await complete(client, "hello", SamplingParams(max_tokens=None))
             assert output.outputs[0].text == "olleh"
 
     with_client(test, "FakeEngine(step_s=0.01)")
@@ -88,7 +88,7 @@ def test_an_engine_that_always_dies_is_given_up(
             await asyncio.sleep(0.2)
         assert caplog.text.count("starting the engine again") == module.MAX_RESTARTS
         with pytest.raises(EngineStopped, match=EngineState.GIVEN_UP.value):
-            await client.complete([5], SHORT)
+            await complete(client, [5], SHORT)
 
     with_client(test, load)
 
@@ -112,7 +112,7 @@ def test_stopping_while_the_engine_is_started_again(tmp_path: Path) -> None:
 def test_a_failing_step_ends_every_request() -> None:
     async def test(client: EngineClient) -> None:
         prompts = [[5], [6], [FAILS_TO_STEP, 7, 8, 9]]
-        tasks = [asyncio.create_task(client.complete(prompt, LONG)) for prompt in prompts]
+        tasks = [asyncio.create_task(complete(client, prompt, LONG)) for prompt in prompts]
         assert_all_stopped(await asyncio.gather(*tasks, return_exceptions=True))
         assert not client.ready
 
@@ -121,7 +121,7 @@ def test_a_failing_step_ends_every_request() -> None:
 
 def test_an_engine_that_hangs_is_killed_in_the_end() -> None:
     async def test(client: EngineClient) -> None:
-        task = asyncio.create_task(client.complete([HANGS], SHORT))
+        task = asyncio.create_task(complete(client, [HANGS], SHORT))
         await asyncio.sleep(0.3)
         started = time.monotonic()
         await client.stop(0.5)
@@ -133,8 +133,8 @@ def test_an_engine_that_hangs_is_killed_in_the_end() -> None:
 
 def test_shutting_down_answers_every_request() -> None:
     async def test(client: EngineClient) -> None:
-        task = asyncio.create_task(client.complete([5], LONG))
-        await until(lambda: client.num_steps)
+        task = asyncio.create_task(complete(client, [5], LONG))
+        await until(lambda: client.engine_status.num_steps)
         client.fail(EngineState.SHUTTING_DOWN)
         with pytest.raises(EngineStopped, match="shutting down"):
             await task
@@ -144,7 +144,7 @@ def test_shutting_down_answers_every_request() -> None:
 
 def test_malformed_reports_are_dropped() -> None:
     async def test(client: EngineClient) -> None:
-        task = asyncio.create_task(client.complete([5], LONG))
+        task = asyncio.create_task(complete(client, [5], LONG))
         draw = random.Random(0)
         process = client.supervisor.process
         assert process is not None
@@ -195,7 +195,7 @@ def test_loading_can_be_given_up() -> None:
         await until(lambda: client.supervisor.process and client.supervisor.process.is_running)
         worker = process_of(client)
         with pytest.raises(EngineStopped, match="being loaded"):
-            await client.complete([5], SHORT)
+            await complete(client, [5], SHORT)
         starting.cancel()
         started = time.monotonic()
         await client.stop(60)

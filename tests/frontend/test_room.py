@@ -16,7 +16,7 @@ from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull
 from hex_llm.frontend.client import EngineClient
 from hex_llm.frontend.requests import Room
 from hex_llm.sampling_params import SamplingParams
-from tests.frontend.clients import LONG, SHORT, process_of, until, with_client
+from tests.frontend.clients import LONG, SHORT, complete, process_of, until, with_client
 from tests.server.fakes import FAILS_TO_ADD, ByteCodec, byte_tokenizer
 
 
@@ -43,27 +43,27 @@ def test_a_full_server_says_so_though_its_engine_is_stopped() -> None:
     async def test(client: EngineClient) -> None:
         codec = ByteCodec()
         client.tokenizer = byte_tokenizer(codec=codec)
-        tasks = [asyncio.create_task(client.complete([5], LONG)) for _ in range(3)]
-        await until(lambda: client.num_steps > 3)
+        tasks = [asyncio.create_task(complete(client, [5], LONG)) for _ in range(3)]
+        await until(lambda: client.engine_status.num_steps > 3)
         os.kill(process_of(client).pid, signal.SIGSTOP)
-        tasks.append(asyncio.create_task(client.complete([5], LONG)))
+        tasks.append(asyncio.create_task(complete(client, [5], LONG)))
         await until(lambda: client.engine_status.num_pending == 4)
         started = time.monotonic()
         for _ in range(100):
             with pytest.raises(QueueFull, match="no more than 4"):
-                await client.complete("text", SHORT)
+                await complete(client, "text", SHORT)
             with pytest.raises(InvalidRequest, match="max_concurrent_requests"):
-                await client.complete("text", SamplingParams(n=5))
+                await complete(client, "text", SamplingParams(n=5))
         assert time.monotonic() - started < 1
         assert not codec.threads
         for task in tasks:  # that nobody waits for them does not end them in the engine
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         with pytest.raises(QueueFull):
-            await client.complete([5], SHORT)
+            await complete(client, [5], SHORT)
         os.kill(process_of(client).pid, signal.SIGCONT)
         await until(lambda: client.requests.room.num_sequences == 0)
-        await client.complete("text", SHORT)
+        await complete(client, "text", SHORT)
 
     with_client(test, "FakeEngine(step_s=0.01, max_sequences=4)")
 
@@ -76,12 +76,12 @@ def test_those_that_are_being_prepared_count() -> None:
 
     async def test(client: EngineClient) -> None:
         client.tokenizer = byte_tokenizer(codec=Slow())
-        first = asyncio.create_task(client.complete("text", SamplingParams(n=2)))
+        first = asyncio.create_task(complete(client, "text", SamplingParams(n=2)))
         await asyncio.sleep(0.1)
         with pytest.raises(QueueFull):
-            await client.complete([5], SHORT)
+            await complete(client, [5], SHORT)
         await first
-        await client.complete([5], SHORT)
+        await complete(client, [5], SHORT)
 
     with_client(test, "FakeEngine(max_sequences=2)")
 
@@ -95,7 +95,7 @@ def test_no_place_is_lost() -> None:
         params = SamplingParams(max_tokens=draw.choice((1, 20, 4000)), n=draw.randint(1, 3), ignore_eos=True)
         with suppress(HexError, TimeoutError):
             async with asyncio.timeout(draw.choice((0, 0.01, 0.2, 1))):
-                await client.complete(prompt, params)
+                await complete(client, prompt, params)
 
     async def test(client: EngineClient) -> None:
         for kills in (False, True, False):
@@ -108,21 +108,21 @@ def test_no_place_is_lost() -> None:
             await until(lambda: client.requests.room.num_sequences == 0)
             assert client.engine_status.num_pending == 0
             assert not client.requests
-        await client.complete([5] * 60, SamplingParams(n=50, max_tokens=1))
+        await complete(client, [5] * 60, SamplingParams(n=50, max_tokens=1))
 
     with_client(test, "FakeEngine(step_s=0.005, max_sequences=50)")
 
 
 def test_places_are_free_again_when_the_engine_has_gone() -> None:
     async def test(client: EngineClient) -> None:
-        tasks = [asyncio.create_task(client.complete([5], LONG)) for _ in range(4)]
-        await until(lambda: client.num_steps)
+        tasks = [asyncio.create_task(complete(client, [5], LONG)) for _ in range(4)]
+        await until(lambda: client.engine_status.num_steps)
         process_of(client).kill()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(end, EngineStopped) for end in ends)
         await until(lambda: client.ready)
         assert client.requests.room.num_sequences == 0
-        await client.complete([5] * 9, SamplingParams(n=4))
+        await complete(client, [5] * 9, SamplingParams(n=4))
 
     with_client(test, "FakeEngine(step_s=0.01, max_sequences=4)")
 

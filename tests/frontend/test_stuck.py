@@ -15,7 +15,7 @@ from hex_llm.errors import EngineStopped
 from hex_llm.frontend import process as module
 from hex_llm.frontend.client import EngineClient
 from hex_llm.sampling_params import SamplingParams
-from tests.frontend.clients import LONG, SHORT, process_of, until, with_client
+from tests.frontend.clients import LONG, SHORT, complete, process_of, until, with_client
 from tests.server.fakes import HANGS, seconds_until_gone
 
 STUCK_S = 3
@@ -31,16 +31,16 @@ async def assert_serves_again(client: EngineClient, dead: psutil.Process) -> Non
     assert process_of(client).pid != dead.pid
     assert seconds_until_gone([dead]) < 5
     assert client.engine_status.num_pending == 0
-    assert len((await client.complete([5], SHORT)).outputs[0].token_ids) == 1
+    assert len((await complete(client, [5], SHORT)).outputs[0].token_ids) == 1
 
 
 def test_a_stopped_engine_is_ended_and_replaced() -> None:
     async def test(client: EngineClient) -> None:
         streams = [asyncio.create_task(read(client, LONG)) for _ in range(6)]
-        await until(lambda: client.num_steps > 3)
+        await until(lambda: client.engine_status.num_steps > 3)
         dead, stopped = process_of(client), time.monotonic()
         os.kill(dead.pid, signal.SIGSTOP)
-        late = asyncio.create_task(client.complete([5], SHORT))
+        late = asyncio.create_task(complete(client, [5], SHORT))
         ends = await asyncio.wait_for(asyncio.gather(*streams, late, return_exceptions=True), 30)
         assert time.monotonic() - stopped < STUCK_S + 5
         assert all(isinstance(end, EngineStopped) for end in ends), ends
@@ -52,7 +52,7 @@ def test_a_stopped_engine_is_ended_and_replaced() -> None:
 def test_an_engine_that_is_stopped_for_a_while_loses_nothing() -> None:
     async def test(client: EngineClient) -> None:
         streams = [asyncio.create_task(read(client, LONG)) for _ in range(3)]
-        await until(lambda: client.num_steps > 3)
+        await until(lambda: client.engine_status.num_steps > 3)
         worker = process_of(client)
         os.kill(worker.pid, signal.SIGSTOP)
         await asyncio.sleep(3)
@@ -92,7 +92,7 @@ def test_children_of_a_stopped_engine_end_with_it(group: str) -> None:
 def test_a_step_that_takes_too_long_is_ended() -> None:
     async def test(client: EngineClient) -> None:
         dead, began = process_of(client), time.monotonic()
-        tasks = [asyncio.create_task(client.complete([i], LONG)) for i in (5, HANGS)]
+        tasks = [asyncio.create_task(complete(client, [i], LONG)) for i in (5, HANGS)]
         ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
         assert 2 < time.monotonic() - began < 10
         assert all(isinstance(end, EngineStopped) for end in ends), ends
@@ -114,7 +114,7 @@ def test_a_long_step_within_its_time_is_left_in_peace(load: str, step_timeout_s:
 
     async def test(client: EngineClient) -> None:
         worker = process_of(client)
-        task = asyncio.create_task(client.complete([5], SHORT))
+        task = asyncio.create_task(complete(client, [5], SHORT))
         await asyncio.sleep(4)
         stalled_s = client.engine_status.stalled_s
         assert len((await task).outputs[0].token_ids) == 1
@@ -138,7 +138,7 @@ def test_a_front_end_that_slept_blames_nobody() -> None:
     async def test(client: EngineClient) -> None:
         worker = process_of(client)
         stream = asyncio.create_task(read(client, LONG))
-        await until(lambda: client.num_steps > 3)
+        await until(lambda: client.engine_status.num_steps > 3)
         os.kill(worker.pid, signal.SIGSTOP)  # both sleep, as on a laptop that is shut
         time.sleep(2 * STUCK_S)
         os.kill(worker.pid, signal.SIGCONT)
@@ -150,7 +150,7 @@ def test_a_front_end_that_slept_blames_nobody() -> None:
 
 def test_loading_may_take_its_time_while_it_beats() -> None:
     async def test(client: EngineClient) -> None:
-        await client.complete([5], SHORT)
+        await complete(client, [5], SHORT)
 
     with_client(test, "[time.sleep(6), FakeEngine()][1]", stuck_timeout_s=STUCK_S, step_timeout_s=STUCK_S)
 

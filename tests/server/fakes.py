@@ -15,7 +15,7 @@ from hex_llm.frontend.outputs import OutputCollector, for_engine
 from hex_llm.frontend.requests import Generation, Room
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import FinishReason, Request, RequestOutput, Update
+from hex_llm.types import FinishReason, Request, Update
 from tools.fake_engine import (  # noqa: F401
     BOS,
     EOS,
@@ -90,13 +90,6 @@ class FakeBackend:
 
     def updates(self, request: Request) -> Iterable[Update]:
         return reversed_updates(request)
-
-    async def complete(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> RequestOutput:
-        async with self.generate(prompt, params, priority=priority, cache_salt=cache_salt) as generation:
-            await generation.until_end()
-        return generation.output()
 
 
 class Speaker(FakeBackend):

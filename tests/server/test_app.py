@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from hex_llm.errors import EngineStopped, HexError, ModelError, QueueFull, Timed
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.server.app import OPEN_PATHS, create_app
 from hex_llm.server.common.body import INERT
-from hex_llm.types import FinishReason, RequestOutput
+from hex_llm.types import FinishReason, Request, Update
 from tests.server.asking import CHAT, COMPLETIONS, GENERATE, HELLO, JSON, POSTS, ask, post, refusal
 from tests.server.fakes import BOS, EOS, ByteCodec, FakeBackend, byte_tokenizer
 
@@ -361,13 +361,11 @@ def test_a_choice_that_fails_fails_its_request(
     path: str, message: str, status: int, param: str | None
 ) -> None:
     class Failing(FakeBackend):
-        async def complete(self, *args: Any, **named: Any) -> RequestOutput:
-            output = await super().complete(*args, **named)
-            choices = [
-                replace(one, finish_reason=FinishReason.ERROR, error=message, error_param=param)
-                for one in output.outputs
-            ]
-            return replace(output, outputs=choices)
+        def updates(self, request: Request) -> Iterable[Update]:
+            for update in super().updates(request):
+                if update.finish_reason is not None:
+                    update.finish_reason, update.error, update.param = FinishReason.ERROR, message, param
+                yield update
 
     error = refusal(ask(Failing(byte_tokenizer()), "POST", path, json=HELLO[path]), status)
     assert (error["message"], error["param"]) == (message, param)

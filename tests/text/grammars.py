@@ -48,7 +48,7 @@ class Setting:
         self.closing = [vocabulary.tokens.index(char.encode()) for char in '"}]:,;09']
 
     def compile(self, **wanted: Any) -> Matcher:
-        return self.factory.compile(StructuredOutputs(**wanted))
+        return self.factory.submit(StructuredOutputs(**wanted)).result()
 
     def decode(self, ids: list[int]) -> str:
         """As it follows other text."""

@@ -174,7 +174,7 @@ def test_tokens_beyond_the_vocabulary_are_never_allowed(default: Setting) -> Non
 def test_logits_may_be_narrower_than_the_vocabulary(default: Setting) -> None:
     factory = GrammarFactory(default.tokenizer, 1000, (2, 5000))
     try:
-        matcher = factory.compile(StructuredOutputs(regex=".*"))
+        matcher = factory.submit(StructuredOutputs(regex=".*")).result()
         assert matcher.mask().shape == (32,)
         assert not matcher.accept(1000)
     finally:
@@ -185,7 +185,7 @@ def test_a_tokenizer_of_another_kind_is_refused(default: Setting) -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     for tokenizer, eos_ids in ((Tokenizer(Fast(words), (0,), {}, None), (0,)), (default.tokenizer, ())):
         with pytest.raises(InvalidRequest, match="not supported with this model's kind of tokenizer"):
-            GrammarFactory(tokenizer, 2, eos_ids).compile(StructuredOutputs(regex="a"))
+            GrammarFactory(tokenizer, 2, eos_ids).submit(StructuredOutputs(regex="a")).result()
 
 
 # ---- white space

@@ -216,7 +216,7 @@ def test_what_is_kept_is_bounded_in_bytes(default: Setting, monkeypatch: pytest.
     factory = GrammarFactory(default.tokenizer, default.vocab_size, default.eos_ids)
     monkeypatch.setattr(grammar, "KEPT_BYTES", 5 << 20)
     for i in range(60):
-        factory.compile(StructuredOutputs(choice=(f"word {i}",)))
+        factory.submit(StructuredOutputs(choice=(f"word {i}",))).result()
         assert factory.num_bytes <= 5 << 20
     assert 1 < len(factory.entries) < 60
     assert factory.num_bytes == sum(entry.num_bytes for entry in factory.entries.values())
@@ -267,7 +267,7 @@ def test_a_process_that_was_killed_is_started_again(default: Setting) -> None:
 def test_close_leaves_nothing_behind(default: Setting) -> None:
     num_threads, num_fds = threading.active_count(), psutil.Process().num_fds()
     factory = GrammarFactory(default.tokenizer, default.vocab_size, default.eos_ids)
-    factory.compile(StructuredOutputs(regex="a"))
+    factory.submit(StructuredOutputs(regex="a")).result()
     process = factory.quick.process
     assert process is not None
     factory.close()

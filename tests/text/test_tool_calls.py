@@ -13,14 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.text.tool_calls import (
-    PARSERS,
-    ForcedCall,
-    ForcedCalls,
-    ToolParser,
-    forced_schema,
-    parser_name_for,
-)
+from hex_llm.text.tool_calls import ForcedCall, ForcedCalls, forced_schema, parser_name_for
+from hex_llm.text.tool_formats import PARSERS, ToolParser
 from tests.text.grammars import Setting
 
 Calls = list[tuple[str, str]]

@@ -15,6 +15,7 @@ from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import Logprobs, RequestOutput
 
 T = TypeVar("T")
+Beginning = AbstractAsyncContextManager[Generation]  # entered, a request is under way; left, it is aborted
 
 
 class Backend(Protocol):
@@ -39,19 +40,22 @@ class Backend(Protocol):
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> AbstractAsyncContextManager[Generation]:
+    ) -> Beginning:
         """A request under way, to be read while it grows; leaving it before its end aborts it."""
 
-    async def complete(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> RequestOutput:
-        """All of it; when the caller is cancelled, so is the request."""
+
+def begin(backend: Backend, prompt: str | list[int], request: Sampling, params: SamplingParams) -> Beginning:
+    """As `Backend.generate`, with what the request says besides."""
+    return backend.generate(prompt, params, priority=request.priority, cache_salt=request.cache_salt)
 
 
 async def answer(
     backend: Backend, prompt: str | list[int], request: Sampling, params: SamplingParams
 ) -> RequestOutput:
-    output = await backend.complete(prompt, params, priority=request.priority, cache_salt=request.cache_salt)
+    """All of it; when the caller is cancelled, so is the request."""
+    async with begin(backend, prompt, request, params) as generation:
+        await generation.until_end()
+    output = generation.output()
     for choice in output.outputs:
         raise_failure(choice)
     return output

@@ -212,9 +212,7 @@ class ResponseFormat(Body):
 
     def constraint(self) -> StructuredOutputs | None:
         if (self.json_schema is None) == (self.type == "json_schema"):
-            raise InvalidRequest(
-                "response_format: type json_schema, and no other, has a json_schema", "response_format"
-            )
+            raise InvalidRequest.at("response_format", "type json_schema, and no other, has a json_schema")
         if self.json_schema is not None:
             return StructuredOutputs(json=json_text(self.json_schema.schema_))
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
@@ -310,9 +308,8 @@ class Sampling(Body):
             one for source in sources if source is not None and (one := source.constraint()) is not None
         ]
         if len(constraints) > 1:
-            raise InvalidRequest(
-                "structured_outputs: give only one of response_format, structured_outputs and guided_*",
-                "structured_outputs",
+            raise InvalidRequest.at(
+                "structured_outputs", "give only one of response_format, structured_outputs and guided_*"
             )
         return constraints[0] if constraints else None
 

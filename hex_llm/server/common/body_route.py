@@ -107,9 +107,7 @@ def check_texts(values: Any) -> None:
         field, values = left.pop()
         for one in values:
             if isinstance(one, str) and not is_unicode(one):
-                raise InvalidRequest(
-                    f"{shown(field)}: half of a surrogate pair is no character", shown(field)
-                )
+                raise InvalidRequest.at(shown(field), "half of a surrogate pair is no character")
             if isinstance(one, dict):
                 left.append((field, [*one, *one.values()]))
             elif isinstance(one, list):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import Request, Response
@@ -23,7 +23,7 @@ from hex_llm.frontend.beside import shaped
 from hex_llm.frontend.outputs import Delta, raise_failure
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import MAX_LOGPROBS, SamplingParams
-from hex_llm.server.common.backend import Backend
+from hex_llm.server.common.backend import Beginning
 from hex_llm.server.common.replies import Whole, openai_end, reply_of
 
 log = logging.getLogger(__name__)
@@ -59,38 +59,26 @@ class AsgiWriter:
 # ---- what the engine says
 
 
-class Job(NamedTuple):
-    """What `Backend.generate` takes."""
-
-    prompt: str | Sequence[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-
-
 class StreamDelta(msgspec.Struct):
-    job: int  # its number
+    number: int  # of the generation
     generation: Generation
     delta: Delta
 
 
 class ReplyStream:
-    """Pieces: what `render` makes of the deltas of all jobs as they come; those of a choice in their order.
+    """Pieces: what `render` makes of all deltas as they come; those of a choice in their order.
 
-    Closing it aborts what is still running. Raises the error of the first choice that fails. Jobs must have
-    passed `refuse_best_of`.
+    Closing it aborts what is still running. Raises the error of the first choice that fails. Parameters must
+    have passed `refuse_best_of`.
     """
 
-    def __init__(self, backend: Backend, jobs: Sequence[Job], render: Callable[[StreamDelta], bytes]) -> None:
+    def __init__(self, beginnings: Iterable[Beginning], render: Callable[[StreamDelta], bytes]) -> None:
         self._render = render
         self._generation: Generation | None = None  # if there is but one, and one choice
-        self._pieces = self._made(backend, jobs)
+        self._pieces = self._made(beginnings)
 
     def __aiter__(self) -> Pieces:
         return self._pieces
-
-    async def __anext__(self) -> bytes:
-        return await anext(self._pieces)
 
     async def aclose(self) -> None:
         await self._pieces.aclose()
@@ -102,12 +90,9 @@ class ReplyStream:
         if self._generation is not None:
             self._generation.write_inline = partial(writer.send_now, partial(self._said, self._generation))
 
-    async def _made(self, backend: Backend, jobs: Sequence[Job]) -> Pieces:
+    async def _made(self, beginnings: Iterable[Beginning]) -> Pieces:
         async with AsyncExitStack() as stack:
-            generations = []
-            for prompt, params, priority, cache_salt in jobs:
-                generating = backend.generate(prompt, params, priority=priority, cache_salt=cache_salt)
-                generations.append(await stack.enter_async_context(generating))
+            generations = [await stack.enter_async_context(one) for one in beginnings]
             read = self._of_one if len(generations) == 1 else _merged
             async with aclosing(read(generations)) as news:
                 async for one in news:
@@ -141,9 +126,8 @@ def delta_size(delta: Delta) -> int:
 
 def refuse_best_of(params: SamplingParams) -> None:
     if params.num_choices > params.n:
-        raise InvalidRequest(
-            "best_of: which choices are the best is known only at the end, so they cannot be streamed",
-            "best_of",
+        raise InvalidRequest.at(
+            "best_of", "which choices are the best is known only at the end, so they cannot be streamed"
         )
 
 
@@ -207,7 +191,7 @@ async def streamed(
     Waits for the first piece, and raises what is raised instead of it.
     """
     gone = asyncio.ensure_future(client_leaves(request))
-    first = asyncio.ensure_future(anext(pieces, b""))
+    first = asyncio.ensure_future(anext(aiter(pieces), b""))
     try:
         await asyncio.wait((first, gone), return_when=asyncio.FIRST_COMPLETED)
         if first.done():

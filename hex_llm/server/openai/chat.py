@@ -20,26 +20,19 @@ from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import LONG_TEXT, read
 from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
-from hex_llm.server.common.backend import Backend, answer, size_of
+from hex_llm.server.common.backend import Backend, answer, begin, size_of
 from hex_llm.server.common.body import check_num_values, shown, values_in
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed, Whole
-from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, streamed, unless_gone
+from hex_llm.server.common.streams import ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.replies import ChunkStream, Fields, check_model, end_of, given, head_of, whole
 from hex_llm.server.openai.schemas import ChatRequest
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, reasoning_parser
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.text.tool_calls import (
-    PARSERS,
-    CallDelta,
-    ForcedCall,
-    ForcedCalls,
-    ToolParser,
-    forced_schema,
-    parser_name_for,
-)
+from hex_llm.text.tool_calls import ForcedCall, ForcedCalls, forced_schema, parser_name_for
+from hex_llm.text.tool_formats import PARSERS, CallDelta, ToolParser
 from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
 # What chat_template_kwargs may not hold: fields of the request say it.
@@ -90,11 +83,9 @@ async def stream_chat(
     """`usage_at_end`: also without `include_usage` the last chunk tells it, as Google's clients expect."""
     talk = await prepare(backend, request, config)
     head = head_of(backend, request, "chatcmpl", "chat.completion.chunk")
-    jobs = [Job(talk.prompt_ids, talk.params, request.priority, request.cache_salt)]
-
     return ChunkStream(
-        backend,
-        jobs,
+        [begin(backend, talk.prompt_ids, request, talk.params)],
+        talk.params,
         request,
         head | given({"metadata": request.metadata}),
         lambda: GrowingMessage(talk).add,
@@ -189,14 +180,13 @@ def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_
     if not only_prompt:
         backend.check_room(params.num_choices)
     if tokenizer is None:
-        raise InvalidRequest(
-            "messages: this server has no tokenizer (--skip_tokenizer_init); send token ids to "
-            "/v1/completions",
+        raise InvalidRequest.at(
             "messages",
+            "this server has no tokenizer (--skip_tokenizer_init); send token ids to /v1/completions",
         )
     if request.chat_template is not None and not config.trust_request_chat_template:
-        raise InvalidRequest(
-            "chat_template: this server does not take one (--trust_request_chat_template)", "chat_template"
+        raise InvalidRequest.at(
+            "chat_template", "this server does not take one (--trust_request_chat_template)"
         )
     check_num_values([tool.function.parameters for tool in request.tools], "tools:")
     tool_choice = request.tool_choice_name()
@@ -220,16 +210,14 @@ def _tool_parser(
     if tool_choice != "auto":
         return lambda: ForcedCall(tool_choice)
     if not config.enable_auto_tool_choice:
-        raise InvalidRequest(
-            "tool_choice: this server does not take auto (--enable_auto_tool_choice)", "tool_choice"
-        )
+        raise InvalidRequest.at("tool_choice", "this server does not take auto (--enable_auto_tool_choice)")
     template = request.chat_template or tokenizer.chat_template
     name = config.tool_call_parser or parser_name_for(template)
     if name in (None, "none"):
-        raise InvalidRequest(
-            "tools: the model's chat template knows no calls; force them by tool_choice, or name their "
-            "format with --tool_call_parser",
+        raise InvalidRequest.at(
             "tools",
+            "the model's chat template knows no calls; force them by tool_choice, or name their "
+            "format with --tool_call_parser",
         )
     return PARSERS[str(name)]
 
@@ -243,8 +231,8 @@ def _for_calls(
     if new_tool_parser is None:
         return params
     if params.structured_outputs is not None:
-        raise InvalidRequest(
-            "tools: not together with a structure of the output, unless tool_choice is none", "tools"
+        raise InvalidRequest.at(
+            "tools", "not together with a structure of the output, unless tool_choice is none"
         )
     if tool_choice == "auto":
         special = new_tool_parser().needs_special_tokens
@@ -257,7 +245,7 @@ def _for_calls(
 def _encode(tokenizer: Tokenizer, request: ChatRequest, tool_choice: str, max_len: int | None) -> list[int]:
     kwargs = request.chat_template_kwargs
     for name in RESERVED & kwargs.keys():
-        raise InvalidRequest(f"chat_template_kwargs: not {name}", "chat_template_kwargs")
+        raise InvalidRequest.at("chat_template_kwargs", f"not {name}")
     if request.reasoning_effort is not None:
         kwargs = {"reasoning_effort": request.reasoning_effort, **kwargs}
     try:
@@ -277,7 +265,7 @@ def _encode(tokenizer: Tokenizer, request: ChatRequest, tool_choice: str, max_le
     except ModelError as error:
         if request.chat_template is None:
             raise
-        raise InvalidRequest(f"chat_template: {error}", "chat_template") from error
+        raise InvalidRequest.at("chat_template", str(error)) from error
     return ids
 
 

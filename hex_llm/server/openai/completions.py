@@ -17,10 +17,10 @@ from hex_llm.config import ServerConfig
 from hex_llm.frontend.beside import read
 from hex_llm.frontend.outputs import Named
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.backend import Backend, answer, size_of, together
+from hex_llm.server.common.backend import Backend, answer, begin, size_of, together
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed, Whole, encode
-from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, streamed, unless_gone
+from hex_llm.server.common.streams import ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.replies import ChunkStream, Fields, check_model, end_of, head_of, whole
 from hex_llm.server.openai.schemas import CompletionRequest
@@ -65,9 +65,9 @@ def _reply(
 async def stream_completion(backend: Backend, request: CompletionRequest) -> ReplyStream:
     params = request.params()
     prompts = await _prompts(backend, request, params)
-    jobs = [Job(prompt, params, request.priority, request.cache_salt) for prompt in prompts]
+    beginnings = [begin(backend, prompt, request, params) for prompt in prompts]
     head = head_of(backend, request, *KIND)
-    return ChunkStream(backend, jobs, request, head, lambda: GrowingText(backend, request, params).add)
+    return ChunkStream(beginnings, params, request, head, lambda: GrowingText(backend, request, params).add)
 
 
 async def _prompts(

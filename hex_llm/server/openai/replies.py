@@ -13,10 +13,11 @@ from typing import Any
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest, UnknownModel
 from hex_llm.frontend.requests import Generation
-from hex_llm.server.common.backend import Backend
+from hex_llm.sampling_params import SamplingParams
+from hex_llm.server.common.backend import Backend, Beginning
 from hex_llm.server.common.body import shown
 from hex_llm.server.common.replies import DONE, encode, event
-from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, refuse_best_of
+from hex_llm.server.common.streams import ReplyStream, StreamDelta, refuse_best_of
 from hex_llm.server.openai.schemas import OpenAIRequest, StreamOptions
 from hex_llm.types import CompletionOutput, RequestOutput
 
@@ -82,8 +83,8 @@ class ChunkStream(ReplyStream):
 
     def __init__(
         self,
-        backend: Backend,
-        jobs: Sequence[Job],
+        beginnings: Sequence[Beginning],
+        params: SamplingParams,
         request: OpenAIRequest,
         head: Fields,
         new_choice: Callable[[], Telling],
@@ -91,13 +92,13 @@ class ChunkStream(ReplyStream):
         tells_prompt_ids: bool = False,
         usage_at_end: bool = False,
     ) -> None:
-        params, options = jobs[0].params, request.stream_options or StreamOptions()
+        options = request.stream_options or StreamOptions()
         refuse_best_of(params)
         if params.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs: not together with stream", "prompt_logprobs")
-        super().__init__(backend, jobs, self._chunks_of)
+            raise InvalidRequest.at("prompt_logprobs", "not together with stream")
+        super().__init__(beginnings, self._chunks_of)
         self._n = params.n
-        self._choices = [new_choice() for _ in range(len(jobs) * params.n)]
+        self._choices = [new_choice() for _ in range(len(beginnings) * params.n)]
         self._head = head
         self._start = b'data: %b,"choices":[{"index":' % encode(head)[:-1]  # the same for all: made once
         self._tells_prompt_ids = tells_prompt_ids
@@ -106,15 +107,15 @@ class ChunkStream(ReplyStream):
         self._has_usage_chunk = options.include_usage
         self._num_open = len(self._choices)
         self._num_output = 0
-        self._generations: dict[int, Generation] = {}  # by their jobs
+        self._generations: dict[int, Generation] = {}  # by their numbers
 
     def _chunks_of(self, news: StreamDelta) -> bytes:
         delta, piece, more = news.delta, b"", b""
-        self._generations[news.job] = news.generation
+        self._generations[news.number] = news.generation
         self._num_output += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._num_open -= 1
-        index = news.job * self._n + delta.index
+        index = news.number * self._n + delta.index
         for choice in self._choices[index](news):
             if self._tells_prompt_ids:
                 self._tells_prompt_ids = False

@@ -18,7 +18,7 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read, shaped
 from hex_llm.frontend.outputs import Delta, raise_failure
-from hex_llm.server.common.backend import Backend, answer, size_of
+from hex_llm.server.common.backend import Backend, answer, begin, size_of
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed, Whole, encode, problem_of
 from hex_llm.server.common.streams import Pieces, delta_size, streamed, unless_gone
@@ -56,10 +56,7 @@ async def respond(backend: Backend, talk: PreparedChat, growing: Growing) -> Who
 
 
 async def events_of(backend: Backend, talk: PreparedChat, growing: Growing) -> Pieces:
-    chat = talk.request
-    async with backend.generate(
-        talk.prompt_ids, talk.params, priority=chat.priority, cache_salt=chat.cache_salt
-    ) as generation:
+    async with begin(backend, talk.prompt_ids, talk.request, talk.params) as generation:
         async for delta in generation:
             raise_failure(delta)
             if events := await shaped(delta_size(delta), partial(growing.add, delta)):
@@ -75,7 +72,7 @@ def in_our_names(error: Exception, request: ResponsesRequest) -> Exception:
     if not isinstance(error, InvalidRequest) or error.param in request.model_fields_set:
         return error
     ours = OUR_NAMES.get(error.param or "")
-    return InvalidRequest(f"{ours}: {str(error).removeprefix(f'{error.param}: ')}", ours) if ours else error
+    return InvalidRequest.at(ours, str(error).removeprefix(f"{error.param}: ")) if ours else error
 
 
 class Growing:
@@ -116,13 +113,13 @@ class Growing:
         choice = output.outputs[0]
         assert choice.finish_reason is not None
         status = ENDS.get(choice.finish_reason, "cancelled")
-        events = list(self._close(status if status == "completed" else "incomplete"))
+        last = "completed" if status == "completed" else "incomplete"
+        events = list(self._close(last))
         if not self.response["output"]:  # a reply without words is one
             events += [*self._open("message"), *self._close("completed")]
         self.response["status"] = status
         if choice.finish_reason is FinishReason.LENGTH:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        last = "completed" if status == "completed" else "incomplete"
         return b"".join([*events, self._event(last, response=self.response)])
 
     def fail(self, error: Exception) -> bytes:

@@ -182,7 +182,7 @@ class ResponsesRequest(OpenAIRequest):
     def chat(self) -> ChatRequest:
         for name in NOT_OF_RESPONSES:
             if name in self.model_fields_set:
-                raise InvalidRequest(f"{name}: not a field of responses", name)
+                raise InvalidRequest.at(name, "not a field of responses")
         shared = self.model_fields_set & ChatRequest.model_fields.keys() - {"stream", "stream_options"}
         fields = {
             **{name: getattr(self, name) for name in shared},

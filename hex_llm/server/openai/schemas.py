@@ -163,7 +163,7 @@ class OpenAIRequest(Sampling):
 
     def params(self) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options: only together with stream", "stream_options")
+            raise InvalidRequest.at("stream_options", "only together with stream")
         return super().params()
 
 
@@ -211,7 +211,7 @@ class ChatRequest(OpenAIRequest):
                 "max_completion_tokens and max_tokens contradict each other", "max_completion_tokens"
             )
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs: only together with logprobs", "top_logprobs")
+            raise InvalidRequest.at("top_logprobs", "only together with logprobs")
         sent["max_tokens"] = newer if newer is not None else self.max_tokens  # None: as long as it gets
         sent["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         sent.pop("echo", None)  # the engine's would be that of the whole prompt
@@ -223,9 +223,9 @@ class ChatRequest(OpenAIRequest):
         name = choice if isinstance(choice, str) else choice.function.name
         names = [tool.function.name for tool in self.tools]
         if len({*names, "none", "auto", "required"}) < len(names) + 3:
-            raise InvalidRequest("tools: names must differ, also from none, auto and required", "tools")
+            raise InvalidRequest.at("tools", "names must differ, also from none, auto and required")
         if isinstance(choice, NamedTool) and name not in names:
-            raise InvalidRequest(f"tool_choice: no tool has the name {shown(name)}", "tool_choice")
+            raise InvalidRequest.at("tool_choice", f"no tool has the name {shown(name)}")
         if name == "required" and not names:
-            raise InvalidRequest("tool_choice: there are no tools", "tool_choice")
+            raise InvalidRequest.at("tool_choice", "there are no tools")
         return name if names else "none"

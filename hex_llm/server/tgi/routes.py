@@ -97,7 +97,7 @@ async def _started(
 ) -> AsyncIterator[tuple[Generation, Tokenizer]]:
     tokenizer = backend.tokenizer
     if tokenizer is None:
-        raise InvalidRequest("inputs: this server has no tokenizer (--skip_tokenizer_init)", "inputs")
+        raise InvalidRequest.at("inputs", "this server has no tokenizer (--skip_tokenizer_init)")
     if not request.inputs:
         raise InvalidRequest("`inputs` cannot be empty", "inputs")
     async with backend.generate(request.inputs, params) as generation:

@@ -20,10 +20,10 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import shaped
 from hex_llm.frontend.outputs import Delta
-from hex_llm.server.common.backend import Backend, answer, size_of, together
+from hex_llm.server.common.backend import Backend, answer, begin, size_of, together
 from hex_llm.server.common.body_route import BodyRoute, checked
 from hex_llm.server.common.replies import Whole, encode, problem_of
-from hex_llm.server.common.streams import Job, ReplyStream, StreamDelta, refuse_best_of, streamed, unless_gone
+from hex_llm.server.common.streams import ReplyStream, StreamDelta, refuse_best_of, streamed, unless_gone
 from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.chat import chat, stream_chat
 from hex_llm.server.openai.schemas import ChatRequest
@@ -145,7 +145,7 @@ def pieces(backend: Backend, request: GenerateRequest) -> ReplyStream:
     refuse_best_of(params)
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(request, name) is not None:
-            raise InvalidRequest(f"{name}: not in a stream", name)
+            raise InvalidRequest.at(name, "not in a stream")
     nothing: str | list[int] = [] if backend.tokenizer is None else ""
     sums = [0.0] * params.n
 
@@ -159,7 +159,7 @@ def pieces(backend: Backend, request: GenerateRequest) -> ReplyStream:
             piece["cumulative_logprobs"] = [_finite(one) for one in sums]
         return encode(piece) + b"\0"
 
-    return ReplyStream(backend, [Job(request.prompt, params, request.priority, request.cache_salt)], render)
+    return ReplyStream([begin(backend, request.prompt, request, params)], render)
 
 
 def _at(index: int, value: Any, elsewhere: Any, num: int) -> list[Any]:

@@ -83,7 +83,7 @@ def flat(instance: Any, where: str) -> Fields:
 
 def _object(value: Any, where: str) -> Fields:
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{where}: must be an object", where)
+        raise InvalidRequest.at(where, "must be an object")
     return value
 
 
@@ -97,10 +97,10 @@ def instances_of(body: Fields) -> list[Fields]:
         return [flat(body, "body")]
     for name in body:
         if name not in ("instances", "parameters", MARK):
-            raise InvalidRequest(f"{shown(name)}: {not_built(name)}", shown(name))
+            raise InvalidRequest.at(shown(name), not_built(name))
     instances = body["instances"]
     if not isinstance(instances, list) or not 1 <= len(instances) <= MAX_PROMPTS:
-        raise InvalidRequest(f"instances: must be a list of 1 to {MAX_PROMPTS} objects", "instances")
+        raise InvalidRequest.at("instances", f"must be a list of 1 to {MAX_PROMPTS} objects")
     shared = flat(_object_or_null(body.get("parameters"), "parameters"), "parameters")
     shared |= {name: body[name] for name in (MARK,) if name in body}
     return [shared | flat(instance, f"instances.{i}") for i, instance in enumerate(instances)]
@@ -114,16 +114,16 @@ def _is_chat(instances: Sequence[Fields]) -> bool:
     """All of them must bear the mark, or none."""
     marks = [instance.get(MARK) for instance in instances]
     if any(mark not in (None, "chatCompletions") for mark in marks) or len(set(marks)) > 1:
-        raise InvalidRequest(f"{MARK}: only chatCompletions is known, for all instances or for none", MARK)
+        raise InvalidRequest.at(MARK, "only chatCompletions is known, for all instances or for none")
     return marks[0] is not None
 
 
 def _is_stream(instances: Sequence[Fields]) -> bool:
     values = [instance.get("stream") for instance in instances]
     if not all(value is None or isinstance(value, bool) for value in values):
-        raise InvalidRequest("stream: must be true or false", "stream")
+        raise InvalidRequest.at("stream", "must be true or false")
     if any(values) and len(values) > 1:
-        raise InvalidRequest("stream: only one instance can be streamed", "stream")
+        raise InvalidRequest.at("stream", "only one instance can be streamed")
     return bool(values[0])
 
 
