@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from hex_llm import LLM
-from hex_llm.execution.memory import account
+from hex_llm.execution.memory import bytes_on
 from tools.gpu_common import write_model
 from tools.gpu_steps import compile_all, decode_plan, repeated
 
@@ -57,12 +57,10 @@ def _random_like(page: jax.Array) -> jax.Array:
 def bytes_read(llm: LLM) -> tuple[int, int]:
     """By each step, and for each token of a row's context."""
     runner, pool = llm.engine.stepper.runner, llm.engine.stepper.scheduler.pool
-    known = account(
-        runner.weights, runner.pages, None, jax.local_devices()[:1], pool.num_blocks, pool.block_size
-    )
+    weights, kv = (bytes_on(jax.local_devices()[0], each) for each in (runner.weights, runner.pages))
     # Of the table of embeddings a step reads a few rows, unless it is the head too.
     table = 0 if runner.weights.head is None else jax.tree.leaves(runner.weights.embed)[0].nbytes
-    return known.weights - table, known.kv // (pool.num_blocks * pool.block_size)
+    return weights - table, kv // (pool.num_blocks * pool.block_size)
 
 
 def measure(llm: LLM, batches: list[int], contexts: list[int]) -> dict[str, Any]:

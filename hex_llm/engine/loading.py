@@ -38,7 +38,8 @@ def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, T
     if config.warmup:
         with explained(config, "compiling", describe_memory(engine)):
             engine.warm_up(progress)
-    log.info("%s", describe_memory(engine))
+    engine.memory = describe_memory(engine)
+    log.info("%s", engine.memory)
     if (longest := engine.limits.longest) < engine.limits.max_len:
         log.warning(
             "the KV cache holds %d tokens, less than the context of %d: no request can have more "
@@ -83,7 +84,7 @@ def build_engine(
     )
     num_blocks = num_kv_blocks(config, held, dtype, devices)
     paddings = Paddings(config, spec.max_len)
-    memory = str(account(weights, [], None, devices, num_blocks, config.block_size))
+    memory = account(weights, [], None, mesh, num_blocks, config.block_size)
     with explained(config, "allocating the KV cache", memory):
         runner = Runner(held, weights, mesh, paddings, num_blocks, dtype, kept_in)
     grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
@@ -91,11 +92,9 @@ def build_engine(
 
 
 def describe_memory(engine: Engine) -> str:
-    """Where the memory of each device goes, in one line."""
     runner, pool = engine.stepper.runner, engine.stepper.scheduler.pool
-    devices = list(runner.mesh.devices.flat)
     in_use = (runner.weights, runner.pages, runner.temporary_bytes())
-    return str(account(*in_use, devices, pool.num_blocks, pool.block_size))
+    return account(*in_use, runner.mesh, pool.num_blocks, pool.block_size)
 
 
 def resolve_dtype(name: str, stored: str, platform: str) -> np.dtype[Any]:

@@ -17,42 +17,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 from tqdm import tqdm
 
-from hex_llm.admission import Limits
 from hex_llm.config import EngineConfig
 from hex_llm.errors import HexError, InvalidRequest
-from hex_llm.ipc.protocol import (
-    MAX_COMMAND,
-    MAX_REPORT,
-    Abort,
-    Add,
-    Beat,
-    Command,
-    Failed,
-    Progress,
-    Reader,
-    Ready,
-    Refused,
-    Report,
-    Shutdown,
-    Start,
-    Step,
-    Stop,
-    command_address,
-    encode,
-    report_address,
-    set_limits,
-)
+from hex_llm.ipc import protocol
+from hex_llm.ipc.protocol import Command, Progress, Report
 from hex_llm.ipc.pulse import BEAT_S, Pulse
-from hex_llm.ipc.stats import Stats
 from hex_llm.logs import log_from
-from hex_llm.types import Request, Update
+
+if TYPE_CHECKING:
+    from hex_llm.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -60,35 +40,13 @@ PROGRESS_S = 2.0  # between two reports of it
 PR_SET_PDEATHSIG = 1  # of Linux
 
 
-class SteppedEngine(Protocol):
-    """What the worker needs of an Engine."""
-
-    limits: Limits
-    memory: str
-
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def stats(self) -> Stats: ...
-    @property
-    def has_work(self) -> bool: ...
-    @property
-    def is_compiling(self) -> bool: ...
-    def add(self, request: Request) -> None: ...
-    def abort(self, request_id: str) -> None: ...
-    def stop(self, request_id: str, index: int) -> None: ...
-    def step(self) -> list[Update]: ...
-    def check_idle(self) -> None: ...
+Load = Callable[[EngineConfig], "Engine"]
 
 
-Load = Callable[[EngineConfig], SteppedEngine]
-
-
-def load(config: EngineConfig) -> SteppedEngine:
-    from hex_llm.engine.loading import describe_memory, load_engine
+def load(config: EngineConfig) -> Engine:
+    from hex_llm.engine.loading import load_engine
 
     engine, _ = load_engine(config, progress=True)
-    engine.memory = describe_memory(engine)
     return engine
 
 
@@ -97,23 +55,23 @@ class Worker:
         self._folder = folder
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inbox = self._context.socket(zmq.PULL)
-        set_limits(self._inbox, MAX_COMMAND)
-        self._inbox.bind(command_address(folder))
+        protocol.set_limits(self._inbox, protocol.MAX_COMMAND)
+        self._inbox.bind(protocol.command_address(folder))
         self._outbox = self._connect()
-        self._reader: Reader[Command] = Reader(Command)
+        self._reader: protocol.Reader[Command] = protocol.Reader(Command)
         self._pulse = Pulse()
 
     def run(self, load: Load) -> int:
         """Until the end; the exit code."""
         level = logging.DEBUG  # of what fails in loading the front end shows the message, and that is enough
         try:
-            with self._beating():
+            with self._telling("beat", BEAT_S, lambda: protocol.Beat(*self._pulse.look())):
                 engine = self._load(load)
                 level = logging.ERROR
                 self._serve(engine)
         except Exception as error:
             log.log(level, "the engine failed", exc_info=True)
-            self._send(Failed(type(error).__name__, " ".join(str(error).split())[:1000]))
+            self._send(protocol.Failed(type(error).__name__, " ".join(str(error).split())[:1000]))
             return 1
         finally:
             self._inbox.close()
@@ -121,17 +79,17 @@ class Worker:
             self._context.term()  # waits, but not for ever, until all is delivered
         return 0
 
-    def _load(self, load: Load) -> SteppedEngine:
+    def _load(self, load: Load) -> Engine:
         while True:
             self._inbox.poll()
             for command in self._commands():
-                if isinstance(command, Start):
+                if isinstance(command, protocol.Start):
                     log_from(command.log_level, command.log_format)
                     with self._telling_progress():
                         return load(command.config)
 
-    def _serve(self, engine: SteppedEngine) -> None:
-        self._send(Ready(engine.limits, engine.memory))
+    def _serve(self, engine: Engine) -> None:
+        self._send(protocol.Ready(engine.limits, engine.memory))
         since = time.perf_counter()
         while True:
             if not engine.has_work:
@@ -141,7 +99,7 @@ class Worker:
                 since = time.perf_counter()  # being idle is no part of a step
             self._pulse.begin(engine)
             for command in self._commands():
-                if isinstance(command, Shutdown):
+                if isinstance(command, protocol.Shutdown):
                     return
                 self._obey(engine, command)
             if engine.has_work:
@@ -149,7 +107,7 @@ class Worker:
                 now = time.perf_counter()
                 stats.rest_s = now - since - stats.schedule_s - stats.dispatch_s - stats.wait_s
                 since = now
-                self._send(Step(updates, engine.num_steps, stats))
+                self._send(protocol.Step(updates, engine.num_steps, stats))
 
     def _commands(self) -> Iterator[Command]:
         """All that have come."""
@@ -158,16 +116,16 @@ class Worker:
             if command is not None:
                 yield command
 
-    def _obey(self, engine: SteppedEngine, command: Command) -> None:
+    def _obey(self, engine: Engine, command: Command) -> None:
         match command:
-            case Add(request):
+            case protocol.Add(request):
                 try:
                     engine.add(request)
                 except Exception as error:  # a request's own data fails that request only
                     self._refuse(request.request_id, error)
-            case Abort(request_id):
+            case protocol.Abort(request_id):
                 engine.abort(request_id)
-            case Stop(request_id, index):
+            case protocol.Stop(request_id, index):
                 engine.stop(request_id, index)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
@@ -176,24 +134,18 @@ class Worker:
             log.error("a request could not be added", exc_info=error)
             kind, message = HexError.__name__, "the request could not be taken; the server's log tells more"
         param = error.param if isinstance(error, InvalidRequest) else None
-        self._send(Refused(request_id, kind, message, param))
+        self._send(protocol.Refused(request_id, kind, message, param))
 
     def _send(self, report: Report) -> None:
-        self._outbox.send(encode(report))
+        self._outbox.send(protocol.encode(report))
 
     def _connect(self) -> zmq.Socket[bytes]:
         outbox = self._context.socket(zmq.PUSH)
-        set_limits(outbox, MAX_REPORT)
-        outbox.connect(report_address(self._folder))
+        protocol.set_limits(outbox, protocol.MAX_REPORT)
+        outbox.connect(protocol.report_address(self._folder))
         return outbox
 
-    @contextmanager
-    def _beating(self) -> Iterator[None]:
-        with self._telling("beat", BEAT_S, lambda: Beat(*self._pulse.look())):
-            yield
-
-    @contextmanager
-    def _telling_progress(self) -> Iterator[None]:
+    def _telling_progress(self) -> AbstractContextManager[None]:
         told = ""
 
         def news() -> Progress | None:
@@ -201,8 +153,7 @@ class Worker:
             before, told = told, shown_progress() or told
             return Progress(told) if told != before else None
 
-        with self._telling("progress", PROGRESS_S, news):
-            yield
+        return self._telling("progress", PROGRESS_S, news)
 
     @contextmanager
     def _telling(self, name: str, every_s: float, news: Callable[[], Report | None]) -> Iterator[None]:
@@ -213,7 +164,7 @@ class Worker:
             with self._connect() as outbox:  # a socket is for one thread only
                 while True:
                     if (report := news()) is not None:
-                        outbox.send(encode(report))
+                        outbox.send(protocol.encode(report))
                     if done.wait(every_s):
                         return
 

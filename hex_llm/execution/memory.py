@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
@@ -49,35 +49,20 @@ def _room(config: EngineConfig, devices: list[jax.Device]) -> float:
     return free * config.hbm_utilization_factor
 
 
-@dataclass(frozen=True)
-class MemoryAccount:
-    """Bytes on each device."""
-
-    weights: int
-    kv: int
-    temporaries: int | None  # None: nothing is compiled yet
-    free: int | None  # None: the device does not say
-    num_blocks: int  # that sequences may hold
-    block_size: int
-
-    def __str__(self) -> str:
-        names = ("weights", "KV cache", "temporaries", "free")
-        parts = zip(names, (self.weights, self.kv, self.temporaries, self.free), strict=True)
-        sizes = ", ".join(f"{name} {_size(n)}" for name, n in parts if n is not None)
-        tokens = self.num_blocks * self.block_size
-        return f"memory: {sizes}; {self.num_blocks:,} blocks of {self.block_size}: {tokens:,} tokens fit"
-
-
 def account(
-    weights: Any,
-    pages: Any,
-    temporaries: int | None,
-    devices: list[jax.Device],
-    num_blocks: int,
-    block_size: int,
-) -> MemoryAccount:
-    held, kv = _bytes_on(devices[0], weights), _bytes_on(devices[0], pages)
-    return MemoryAccount(held, kv, temporaries, free_bytes(devices), num_blocks - 1, block_size)
+    weights: Any, pages: Any, temporaries: int | None, mesh: Mesh, num_blocks: int, block_size: int
+) -> str:
+    """What each device holds, in one line; `temporaries` None: nothing is compiled yet."""
+    devices = list(mesh.devices.flat)
+    num_bytes = {
+        "weights": bytes_on(devices[0], weights),
+        "KV cache": bytes_on(devices[0], pages),
+        "temporaries": temporaries,
+        "free": free_bytes(devices),
+    }
+    sizes = ", ".join(f"{name} {_size(n)}" for name, n in num_bytes.items() if n is not None)
+    num_usable = num_blocks - 1  # without that of padding
+    return f"memory: {sizes}; {num_usable:,} blocks of {block_size}: {num_usable * block_size:,} tokens fit"
 
 
 @contextmanager
@@ -93,7 +78,7 @@ def explained(config: EngineConfig, what: str, memory: str) -> Iterator[None]:
         raise ConfigError(f"{change}: out of device memory while {what}; lower it ({memory})") from error
 
 
-def _bytes_on(device: jax.Device, arrays: Any) -> int:
+def bytes_on(device: jax.Device, arrays: Any) -> int:
     return sum(
         shard.data.nbytes
         for array in jax.tree.leaves(arrays)

@@ -74,10 +74,6 @@ def folder_or_gguf(paths: list[Path]) -> Path:
     return paths[0] if paths[0].suffix == ".gguf" else paths[0].parent
 
 
-def is_disk_error(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in (*FULL_DISK, *CLOSED_DISK)
-
-
 @contextmanager
 def refusals(explain: Callable[[Exception], str]) -> Iterator[None]:
     """Inside, what a library raises becomes a SourceError in the words of `explain`; a disk's error stays."""
@@ -86,7 +82,7 @@ def refusals(explain: Callable[[Exception], str]) -> Iterator[None]:
     except SourceError:
         raise
     except Exception as error:
-        if is_disk_error(error):
+        if isinstance(error, OSError) and error.errno in (*FULL_DISK, *CLOSED_DISK):
             raise
         raise SourceError(explain(error)) from error
 

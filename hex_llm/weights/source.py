@@ -39,7 +39,17 @@ def fetch(
     """
     wish = CONFIG if config_only else TOKENIZER if tokenizer_only else MODEL
     with _disk_problems(model):
-        return _fetch(model, revision, token, cache_dir, wish)
+        if model is not None and (name := _hub_name(model)):
+            from hex_llm.weights.hub import fetch_from_hub  # 0.3 s that local models need not wait
+
+            return fetch_from_hub(name["repo"], name["file"], name["commit"] or revision, token, wish)
+        if revision is not None:
+            raise SourceError(f"--revision {revision!r} is only for models of the hub; leave it out")
+        if model is None:
+            return fetch_default(private_folder(cache_dir / "default"))
+        if model.startswith("gs://"):
+            return fetch_from_bucket(model, private_folder(cache_dir / "gs"), wish)
+        return _from_disk(model, wish)
 
 
 def fetch_for(config: EngineConfig, model: str | None, **only: bool) -> Path:
@@ -76,22 +86,6 @@ def _disk_problems(model: str | None) -> Iterator[None]:
         ) from error
 
 
-def _fetch(
-    model: str | None, revision: str | None, token: str | None, cache_dir: Path, wish: WantedFiles
-) -> Path:
-    if model is not None and (name := _hub_name(model)):
-        from hex_llm.weights.hub import fetch_from_hub  # 0.3 s that local models need not wait
-
-        return fetch_from_hub(name["repo"], name["file"], name["commit"] or revision, token, wish)
-    if revision is not None:
-        raise SourceError(f"--revision {revision!r} is only for models of the hub; leave it out")
-    if model is None:
-        return fetch_default(private_folder(cache_dir / "default"))
-    if model.startswith("gs://"):
-        return fetch_from_bucket(model, private_folder(cache_dir / "gs"), wish)
-    return _from_disk(model, wish)
-
-
 def private_folder(path: Path) -> Path:
     """`path`, made if need be, and refused if anyone else can put files into it or into its parent."""
     for folder in (path.parent, path):
@@ -109,16 +103,13 @@ def _hub_name(model: str) -> re.Match[str] | None:
     """The parts of a name to ask the hub for; None if it is there on the disk, or could only be there."""
     name = HUB_NAME.fullmatch(model)
     like_a_path = model.endswith(".gguf") and not (name and name["file"])
-    return None if like_a_path or model.startswith("gs://") or _exists(model) else name
-
-
-def _exists(path: str) -> bool:
-    return os.path.exists(os.path.expanduser(path))
+    is_here = os.path.exists(os.path.expanduser(model))
+    return None if like_a_path or model.startswith("gs://") or is_here else name
 
 
 def _from_disk(model: str, wish: WantedFiles) -> Path:
     path = Path(os.path.expanduser(model))
-    if not _exists(model):
+    if not os.path.exists(path):
         raise SourceError(
             f"there is no file or folder {model!r}; give an existing one, a hub name such as org/name, "
             "or gs://bucket/folder"
