@@ -1,0 +1,143 @@
+"""`hex-llm bench serve`: one load against one server, at one or several rates of arrival."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from hex_llm.bench import plot, report
+from hex_llm.bench.arguments import client_parser, parse_client
+from hex_llm.bench.arrivals import arrival_times
+from hex_llm.bench.backends import DIALECTS, Reply, Settings
+from hex_llm.bench.client import HttpClient
+from hex_llm.bench.datasets import NEED_TEXT, Sample, Source, make_samples
+from hex_llm.bench.load import Load, draw_models
+from hex_llm.bench.measures import Result, measure
+from hex_llm.bench.server import Server, server_side
+from hex_llm.bench.tokenizers import BenchTokenizer, find_tokenizer
+from hex_llm.errors import HexError
+
+try:
+    from uvloop import new_event_loop
+except ImportError:  # where there is none
+    from asyncio import new_event_loop
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "logprobs", "frequency_penalty", "presence_penalty",
+            "repetition_penalty")  # fmt: skip
+
+
+@dataclass
+class Bench:
+    """A load that is ready to be sent, to one server or to several in turn."""
+
+    args: argparse.Namespace
+    model: str
+    samples: list[Sample]
+    tokenizer: BenchTokenizer | None
+
+    def run(self, server: Server, rate: float) -> Result:
+        """One run; raises HexError if no request succeeds."""
+        before = server.counters()
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            replies, duration = runner.run(self._send(server, rate))
+        facts = server_side(before, server.counters())
+        if not any(reply.success for reply in replies):
+            raise HexError(f"all {len(replies)} requests failed; the first: {replies[0].error}")
+        for reply in replies:
+            self._count_output(reply)
+        args = self.args
+        result = measure(
+            replies,
+            duration,
+            metrics=args.percentile_metrics,
+            percentiles=args.metric_percentiles,
+            goodput=dict(args.goodput or ()),
+            is_limited=args.max_concurrency is not None,
+            is_paced=rate != float("inf"),
+        )
+        return {**result, "server": facts}
+
+    async def _send(self, server: Server, rate: float) -> tuple[list[Reply], float]:
+        args, dialect = self.args, DIALECTS[self.args.backend]
+        client = HttpClient(server.base_url, server.headers, insecure=server.insecure)
+        load = Load(
+            client,
+            dialect,
+            args.endpoint or dialect.path,
+            self._settings(),
+            args.max_concurrency,
+            request_id_prefix=args.request_id_prefix,
+            show_progress=not args.disable_tqdm,
+        )
+        if args.lora_modules:
+            load.models = draw_models(args.lora_modules, len(self.samples), args.lora_assignment, args.seed)
+        try:
+            if args.ready_check_timeout_sec > 0:
+                await load.wait_until_ready(self.samples[0], args.ready_check_timeout_sec)
+            await load.warm_up(self.samples[0], args.num_warmups)
+            return await load.run(self.samples, arrival_times(len(self.samples), rate, args))
+        finally:
+            client.close()
+
+    def _settings(self) -> Settings:
+        args = self.args
+        sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+        grows = any(sample.follows for sample in self.samples) and DIALECTS[args.backend].takes_ids
+        model = args.served_model_name or self.model
+        return Settings(model, sampling, args.ignore_eos, args.extra_body, wants_token_ids=grows)
+
+    def _count_output(self, reply: Reply) -> None:
+        """Where the server has not said: by the tokenizer, else a token for each piece."""
+        if reply.success and not reply.output_tokens:
+            ids = self.tokenizer.encode(reply.text) if self.tokenizer else []
+            special = len(self.tokenizer.encode("")) if self.tokenizer else 0
+            reply.output_tokens = len(ids) - special or len(reply.texts)
+
+
+def server_at(base_url: str, args: argparse.Namespace) -> Server:
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return Server(base_url, headers | dict(args.header), insecure=args.insecure)
+
+
+def prepare(args: argparse.Namespace, server: Server) -> Bench:
+    """Asks the server what it must be asked, and makes the prompts."""
+    if args.plot:
+        plot.check_available()
+    if args.ready_check_timeout_sec <= 0:
+        server.check_reachable()
+    model, dialect = args.model or server.first_model(), DIALECTS[args.backend]
+    required = args.dataset_name in NEED_TEXT or not dialect.takes_ids
+    tokenizer = find_tokenizer(args, server, model, required=required)
+    samples = make_samples(Source(args, tokenizer, dialect.takes_ids, dialect.is_chat))
+    if not samples:
+        raise HexError(f"--num-prompts {args.num_prompts}: there is nothing to send")
+    return Bench(args, model, samples, tokenizer)
+
+
+def serve(argv: Sequence[str]) -> None:
+    args = parse_client(client_parser("serve", "Measures a server under a load."), argv)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    server = server_at(args.base_url or f"http://{host}:{args.port}", args)
+    bench = prepare(args, server)
+    curve = []
+    for i, rate in enumerate(args.request_rate):
+        print(f"{len(bench.samples)} requests, {rate:g} a second", file=sys.stderr)
+        result = bench.run(server, rate)
+        curve.append((rate, result))
+        for error in list(dict.fromkeys(filter(None, result["errors"])))[:10]:
+            print(f"failed: {error}", file=sys.stderr)
+        print(report.block(result, args, rate), flush=True)
+        if args.save_result or args.append_result:
+            date = datetime.now().strftime("%Y%m%d-%H%M%S")
+            path = report.result_path(args, rate, bench.model, date)
+            content = report.described(result, args, rate, bench.model, date)
+            # The runs of a list of rates that are to go into one file stand there line by line.
+            report.write(path, content, append=args.append_result or bool(i and args.result_filename))
+    if args.plot:
+        plot.draw(args.plot, {args.label or bench.model: curve})
