@@ -113,6 +113,10 @@ def _prompt(turns: Sequence[Prompt]) -> Prompt:
     return [token_id for turn in turns for token_id in turn]  # type: ignore[misc]
 
 
+def _message(error: Any) -> str:
+    return one_line(str(error.get("message", error) if isinstance(error, dict) else error))
+
+
 # ---- OpenAI and vLLM
 
 
@@ -134,7 +138,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
@@ -151,7 +155,7 @@ def _read_openai(piece: bytes, reply: Reply, now: float) -> None:
         reply.output_tokens = chunk.usage.completion_tokens or 0
         reply.prompt_len = chunk.usage.prompt_tokens or reply.prompt_len
     if chunk.error:
-        reply.error = one_line(bytes(chunk.error).decode("utf-8", "replace"))
+        reply.error = _message(chunk.error)
 
 
 def _streamed(settings: Settings) -> Json:
@@ -187,7 +191,7 @@ class _Token(msgspec.Struct):
 class _Event(msgspec.Struct):
     token: _Token | None = None
     details: _Details | None = None
-    error: str | None = None
+    error: Any = None
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
@@ -200,7 +204,7 @@ def _read_tgi(piece: bytes, reply: Reply, now: float) -> None:
     if event.details:
         reply.output_tokens = event.details.generated_tokens
     if event.error:
-        reply.error = one_line(event.error)
+        reply.error = _message(event.error)
 
 
 def _tgi(turns: Sequence[Prompt], output_len: int, settings: Settings) -> Json:
@@ -217,7 +221,7 @@ def _tgi(turns: Sequence[Prompt], output_len: int, settings: Settings) -> Json:
 
 class _Prediction(msgspec.Struct):
     predictions: list[str] = []
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode_prediction = msgspec.json.Decoder(_Prediction).decode
@@ -226,7 +230,7 @@ _decode_prediction = msgspec.json.Decoder(_Prediction).decode
 def _read_vertex(piece: bytes, reply: Reply, now: float) -> None:
     prediction = _decode_prediction(piece)
     if prediction.error:
-        reply.error = one_line(bytes(prediction.error).decode("utf-8", "replace"))
+        reply.error = _message(prediction.error)
     else:
         reply.take(prediction.predictions[0], now)
 

@@ -68,7 +68,7 @@ def _server(facts: dict[str, float]) -> Iterator[str]:
     if shown:
         yield f"{'Server':-^{WIDTH}}"
     for title, value in shown.items():
-        yield _line(title, float(value))
+        yield _line(title, value)
 
 
 def block(result: Result, args: argparse.Namespace, rate: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 from collections import Counter
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 from hex_llm.errors import ConfigError, HexError, one_line
 
@@ -30,8 +31,10 @@ class Server:
         url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         request = Request(url, data, {**self.headers, "content-type": "application/json"})
         context = ssl._create_unverified_context() if self.insecure else None
+        # The load goes straight to the server, so what is asked beside it uses no proxy either.
+        opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
         try:
-            with urlopen(request, timeout=TIMEOUT_S, context=context) as response:
+            with opener.open(request, timeout=TIMEOUT_S) as response:
                 answer: bytes = response.read()
                 return answer
         except HTTPError as error:
@@ -52,12 +55,13 @@ class Server:
             raise HexError(f"{self.base_url}/v1/models names no model; name one with --model") from error
 
     def check_reachable(self) -> None:
-        """Raises HexError where nobody listens; any answer will do."""
+        """Raises HexError where nobody listens."""
+        url = urlsplit(self.base_url)
         try:
-            self.ask("/health")
-        except HexError as error:
-            if not isinstance(error.__cause__, HTTPError):
-                raise
+            port = url.port or (443 if url.scheme == "https" else 80)
+            socket.create_connection((url.hostname, port), timeout=TIMEOUT_S).close()
+        except (OSError, ValueError) as error:
+            raise HexError(f"{self.base_url} is unreachable: {error}; is the server running?") from error
 
     def counters(self) -> dict[str, float]:
         """The numbers of /metrics, added up over their labels; none where there is no such page."""
@@ -79,19 +83,22 @@ def server_side(before: Mapping[str, float], after: Mapping[str, float]) -> dict
     def grown(name: str) -> float | None:
         return after[name] - before.get(name, 0) if name in after else None
 
+    def count(name: str) -> int | None:
+        return None if (growth := grown(name)) is None else int(growth)
+
     def share(part: float | None, whole: float | None) -> float | None:
         return None if part is None or not whole else part / whole
 
-    padding, tokens = grown("hex_llm:padding_tokens_total"), grown("vllm:iteration_tokens_total_sum")
+    padding, tokens = count("hex_llm:padding_tokens_total"), grown("vllm:iteration_tokens_total_sum")
     hits, queries = grown("vllm:prefix_cache_hits_total"), grown("vllm:prefix_cache_queries_total")
     queued_s, num_queued = (grown(f"vllm:request_queue_time_seconds_{part}") for part in ("sum", "count"))
     queue_time = share(queued_s, num_queued)
     facts = {
-        "engine_steps": grown("hex_llm:engine_steps_total"),
+        "engine_steps": count("hex_llm:engine_steps_total"),
         "padding_tokens": padding,
         "padding_share": None if padding is None else share(padding, padding + (tokens or 0)),
-        "late_compiles": grown("hex_llm:late_compiles_total"),
-        "preemptions": grown("vllm:num_preemptions_total"),
+        "late_compiles": count("hex_llm:late_compiles_total"),
+        "preemptions": count("vllm:num_preemptions_total"),
         "prefix_cache_hit_rate": share(hits, queries),
         "mean_queue_time_ms": None if queue_time is None else queue_time * 1000,
     }
