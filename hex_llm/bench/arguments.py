@@ -153,7 +153,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--backend", default="openai", choices=list(DIALECTS), help="the API to speak")
     add("--base-url", help="instead of host and port")
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
+    add("--port", type=int, help="default: 7080, or vLLM's 8000 if nobody listens there")
     add("--endpoint", help="the path; default: the backend's own")
     add("--header", type=pair, nargs="*", default=[], metavar="KEY=VALUE")
     add("--insecure", action="store_true", help="do not check certificates")

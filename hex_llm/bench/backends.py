@@ -75,7 +75,6 @@ class Dialect:
     separator: bytes = b"\n"
     prefix: bytes = b"data:"  # of a piece; lines without it are none
     takes_ids: bool = False
-    is_chat: bool = False
     ignores_eos: bool = True
 
 
@@ -245,7 +244,7 @@ _COMPLETIONS = Dialect("/v1/completions", _completion, _read_openai, takes_ids=T
 DIALECTS = {
     "vllm": _COMPLETIONS,
     "openai": _COMPLETIONS,
-    "openai-chat": Dialect("/v1/chat/completions", _chat, _read_openai, is_chat=True),
+    "openai-chat": Dialect("/v1/chat/completions", _chat, _read_openai),
     "tgi": Dialect("/generate_stream", _tgi, _read_tgi, ignores_eos=False),
     "vertex": Dialect("/generate", _vertex, _read_vertex, separator=b"\0", prefix=b""),
 }

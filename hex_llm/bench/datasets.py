@@ -42,7 +42,7 @@ class Source:
     args: argparse.Namespace
     tokenizer: BenchTokenizer | None
     takes_ids: bool  # the backend takes token ids for a prompt
-    is_chat: bool = False  # it applies the chat template
+    vocab_size: int = SMALLEST_VOCABULARY
 
     @cached_property
     def rng(self) -> np.random.Generator:
@@ -52,7 +52,7 @@ class Source:
     def prompts(self) -> IdPrompts | TextPrompts:
         if not self.takes_ids:
             return TextPrompts(self.rng, self.needed_tokenizer())
-        return IdPrompts(self.rng, self.tokenizer.vocab_size if self.tokenizer else SMALLEST_VOCABULARY)
+        return IdPrompts(self.rng, self.vocab_size)
 
     def needed_tokenizer(self) -> BenchTokenizer:
         if self.tokenizer is None:

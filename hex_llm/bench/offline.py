@@ -28,22 +28,24 @@ if TYPE_CHECKING:
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-def _load(parser: Parser, argv: Sequence[str], **defaults: Any) -> tuple[argparse.Namespace, LLM]:
+def _parse(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """And the flags of the engine."""
     args, rest = parser.parse_known_args(with_dashes(argv))
-    flags = read_flags(rest).values
+    without_text = {"skip_tokenizer_init": True} if args.disable_detokenize else {}
+    return args, without_text | read_flags(rest).values
+
+
+def _load(**flags: Any) -> LLM:
     # Imported late, so that neither --help nor a wrong flag waits for jax.
     from hex_llm.llm import LLM
 
-    return args, LLM(**{**defaults, **flags})
+    return LLM(**flags)
 
 
-def _generate(llm: LLM, samples: Sequence[Sample], n: int, *, detokenize: bool) -> float:
+def _generate(llm: LLM, samples: Sequence[Sample], n: int) -> float:
     """Seconds for all of them."""
     params = [
-        SamplingParams(
-            n=n, temperature=1.0, ignore_eos=True, max_tokens=one.output_len, detokenize=detokenize
-        )
-        for one in samples
+        SamplingParams(n=n, temperature=1.0, ignore_eos=True, max_tokens=one.output_len) for one in samples
     ]
     ids = [
         one.prompt if isinstance(one.prompt, list) else llm.tokenizer.encode(one.prompt) for one in samples
@@ -75,15 +77,16 @@ def latency(argv: Sequence[str]) -> None:
     parser.add_argument("--num-iters-warmup", type=int, default=10)
     parser.add_argument("--num-iters", type=positive, default=30)
     _add_common(parser)
+    args, flags = _parse(parser, argv)
     # The same prompts come again and again: their prefixes must not be found.
-    args, llm = _load(parser, argv, enable_prefix_cache_hbm=False)
+    llm = _load(**{"enable_prefix_cache_hbm": False, **flags})
     vocab_size = min(llm.engine.limits.vocab_size, 10_000)
     ids = np.random.default_rng(0).integers(0, vocab_size, (args.batch_size, args.input_len))
     batch = [Sample(prompt, args.input_len, args.output_len) for prompt in ids.tolist()]
 
     def run(title: str, num: int) -> list[float]:
         steps = tqdm(range(num), desc=title)
-        return [_generate(llm, batch, args.n, detokenize=not args.disable_detokenize) for _ in steps]
+        return [_generate(llm, batch, args.n) for _ in steps]
 
     run("Warmup iterations", args.num_iters_warmup)
     latencies = run("Bench iterations", args.num_iters)
@@ -101,14 +104,15 @@ def throughput(argv: Sequence[str]) -> None:
     add_dataset_flags(parser)
     parser.add_argument("--num-warmups", type=int, default=0, help="prompts before the measurement")
     _add_common(parser)
-    args, llm = _load(parser, argv)
+    args, flags = _parse(parser, argv)
     if args.dataset_name in ("multi-turn", "mixture"):
         raise ConfigError(f"--dataset-name {args.dataset_name}: only a server can be asked in turns")
+    llm = _load(**flags)
     tokenizer = None if llm.tokenizer is None else LocalTokenizer(llm.tokenizer)
-    samples = make_samples(Source(args, tokenizer, takes_ids=True))
+    samples = make_samples(Source(args, tokenizer, takes_ids=True, vocab_size=llm.engine.limits.vocab_size))
     if args.num_warmups:
-        _generate(llm, samples[: args.num_warmups], args.n, detokenize=not args.disable_detokenize)
-    elapsed = _generate(llm, samples, args.n, detokenize=not args.disable_detokenize)
+        _generate(llm, samples[: args.num_warmups], args.n)
+    elapsed = _generate(llm, samples, args.n)
     num_in = sum(sample.prompt_len for sample in samples)
     num_out = sum(sample.output_len for sample in samples) * args.n
     total = num_in + num_out

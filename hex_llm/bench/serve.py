@@ -19,7 +19,7 @@ from hex_llm.bench.datasets import NEED_TEXT, Sample, Source, make_samples
 from hex_llm.bench.load import Load, draw_models
 from hex_llm.bench.measures import Result, measure
 from hex_llm.bench.server import Server, server_side
-from hex_llm.bench.tokenizers import BenchTokenizer, find_tokenizer
+from hex_llm.bench.tokenizers import SMALLEST_VOCABULARY, BenchTokenizer, find_tokenizer
 from hex_llm.errors import HexError
 
 try:
@@ -27,6 +27,7 @@ try:
 except ImportError:  # where there is none
     from asyncio import new_event_loop
 
+USUAL_PORTS = 7080, 8000  # of hex_llm and Hex-LLM, and of vLLM
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "logprobs", "frequency_penalty", "presence_penalty",
             "repetition_penalty")  # fmt: skip
 
@@ -105,6 +106,15 @@ def server_at(base_url: str, args: argparse.Namespace) -> Server:
     return Server(base_url, headers | dict(args.header), insecure=args.insecure)
 
 
+def find_server(args: argparse.Namespace) -> Server:
+    """At --base-url, else at --port, else at the first of the usual ports where somebody listens."""
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    ports = USUAL_PORTS if args.port is None else (args.port,)
+    urls = [args.base_url] if args.base_url else [f"http://{host}:{port}" for port in ports]
+    servers = [server_at(url, args) for url in urls]
+    return next((server for server in servers[:-1] if server.is_reachable()), servers[-1])
+
+
 def prepare(args: argparse.Namespace, server: Server) -> Bench:
     """Asks the server what it must be asked, and makes the prompts."""
     if args.plot:
@@ -114,7 +124,8 @@ def prepare(args: argparse.Namespace, server: Server) -> Bench:
     model, dialect = args.model or server.first_model(), DIALECTS[args.backend]
     required = args.dataset_name in NEED_TEXT or not dialect.takes_ids
     tokenizer = find_tokenizer(args, server, model, required=required)
-    samples = make_samples(Source(args, tokenizer, dialect.takes_ids, dialect.is_chat))
+    vocab_size = tokenizer.vocab_size if tokenizer else SMALLEST_VOCABULARY
+    samples = make_samples(Source(args, tokenizer, dialect.takes_ids, vocab_size))
     if not samples:
         raise HexError(f"--num-prompts {args.num_prompts}: there is nothing to send")
     return Bench(args, model, samples, tokenizer)
@@ -122,8 +133,7 @@ def prepare(args: argparse.Namespace, server: Server) -> Bench:
 
 def serve(argv: Sequence[str]) -> None:
     args = parse_client(client_parser("serve", "Measures a server under a load."), argv)
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    server = server_at(args.base_url or f"http://{host}:{args.port}", args)
+    server = find_server(args)
     bench = prepare(args, server)
     curve = []
     for i, rate in enumerate(args.request_rate):

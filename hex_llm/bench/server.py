@@ -63,6 +63,13 @@ class Server:
         except (OSError, ValueError) as error:
             raise HexError(f"{self.base_url} is unreachable: {error}; is the server running?") from error
 
+    def is_reachable(self) -> bool:
+        try:
+            self.check_reachable()
+        except HexError:
+            return False
+        return True
+
     def counters(self) -> dict[str, float]:
         """The numbers of /metrics, added up over their labels; none where there is no such page."""
         totals: Counter[str] = Counter()

@@ -19,7 +19,7 @@ BYTES = LocalTokenizer(byte_tokenizer())
 
 def samples(*argv: str, tokenizer: LocalTokenizer | None = BYTES, takes_ids: bool = True) -> list[Sample]:
     args = parse_client(client_parser("serve", ""), ["--num-prompts=40", *argv])
-    return make_samples(Source(args, tokenizer, takes_ids))
+    return make_samples(Source(args, tokenizer, takes_ids, BYTES.vocab_size))
 
 
 @pytest.mark.parametrize("takes_ids", [True, False])
