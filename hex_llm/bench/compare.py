@@ -44,8 +44,8 @@ def comparisons(rounds: Sequence[tuple[Result, Result]]) -> list[Comparison]:
         pairs = [(a.get(name) or 0, b.get(name) or 0) for a, b in rounds]
         if all(a > 0 and b > 0 for a, b in pairs):
             ratios = [b / a for a, b in pairs]
-            medians = (statistics.median(values) for values in ([a for a, _ in pairs], [b for _, b in pairs]))
-            compared.append(Comparison(name, *medians, statistics.median(ratios), min(ratios), max(ratios)))
+            a, b, ratio = (statistics.median(values) for values in (*zip(*pairs, strict=True), ratios))
+            compared.append(Comparison(name, a, b, ratio, min(ratios), max(ratios)))
     return compared
 
 

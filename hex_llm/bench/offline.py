@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from hex_llm.bench.arguments import Parser, add_dataset_flags, positive, with_dashes
+from hex_llm.bench.backends import Prompt
 from hex_llm.bench.datasets import Sample, Source, make_samples
 from hex_llm.bench.tokenizers import LocalTokenizer
 from hex_llm.errors import ConfigError, HexError
@@ -42,14 +43,19 @@ def _load(**flags: Any) -> LLM:
     return LLM(**flags)
 
 
+def _token_ids(llm: LLM, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, list):
+        return prompt
+    assert llm.tokenizer is not None  # texts come only from datasets that have asked for one
+    return llm.tokenizer.encode(prompt)
+
+
 def _generate(llm: LLM, samples: Sequence[Sample], n: int) -> float:
     """Seconds for all of them."""
     params = [
         SamplingParams(n=n, temperature=1.0, ignore_eos=True, max_tokens=one.output_len) for one in samples
     ]
-    ids = [
-        one.prompt if isinstance(one.prompt, list) else llm.tokenizer.encode(one.prompt) for one in samples
-    ]  # type: ignore[union-attr]
+    ids = [_token_ids(llm, one.prompt) for one in samples]
     start = time.perf_counter()
     llm.generate(sampling_params=params, prompt_token_ids=ids, use_tqdm=False)
     return time.perf_counter() - start

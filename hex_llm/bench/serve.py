@@ -23,9 +23,9 @@ from hex_llm.bench.tokenizers import SMALLEST_VOCABULARY, BenchTokenizer, find_t
 from hex_llm.errors import HexError
 
 try:
-    from uvloop import new_event_loop
-except ImportError:  # where there is none
-    from asyncio import new_event_loop
+    import uvloop as loops
+except ImportError:  # on Windows there is none
+    import asyncio as loops  # type: ignore[no-redef]
 
 USUAL_PORTS = 7080, 8000  # of hex_llm and Hex-LLM, and of vLLM
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "logprobs", "frequency_penalty", "presence_penalty",
@@ -44,7 +44,7 @@ class Bench:
     def run(self, server: Server, rate: float) -> Result:
         """One run; raises HexError if no request succeeds."""
         before = server.counters()
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
             replies, duration = runner.run(self._send(server, rate))
         facts = server_side(before, server.counters())
         if not any(reply.success for reply in replies):

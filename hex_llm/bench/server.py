@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any
@@ -72,7 +72,7 @@ class Server:
 
     def counters(self) -> dict[str, float]:
         """The numbers of /metrics, added up over their labels; none where there is no such page."""
-        totals: Counter[str] = Counter()
+        totals: defaultdict[str, float] = defaultdict(float)
         try:
             lines = self.ask("/metrics").decode("utf-8", "replace").splitlines()
             for line in lines:
