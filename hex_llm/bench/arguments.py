@@ -85,11 +85,11 @@ def objective(text: str) -> tuple[str, float]:
 
 def range_ratio(text: str) -> tuple[float, float]:
     """Of prompts and of outputs."""
-    given = json.loads(text)
-    pair = (given["input"], given["output"]) if isinstance(given, dict) else (given, given)
-    if not all(0 <= ratio < 1 for ratio in pair):
+    value = json.loads(text)
+    ratios = (value["input"], value["output"]) if isinstance(value, dict) else (value, value)
+    if not all(0 <= ratio < 1 for ratio in ratios):
         raise argparse.ArgumentTypeError("must be at least 0 and below 1")
-    return pair
+    return ratios
 
 
 def mixture(text: str) -> dict[str, float]:
@@ -164,8 +164,6 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help="taken and without effect: no model's code is run")
     add("--skip-tokenizer-init", action="store_true", help="do without a tokenizer")
     add("--request-id-prefix", default=f"bench-{uuid.uuid4().hex[:8]}-")
-    add("--lora-modules", nargs="+", help="names to send instead of the model's")
-    add("--lora-assignment", default="random", choices=["random", "round-robin"])
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

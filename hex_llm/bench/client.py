@@ -97,16 +97,21 @@ class Connection(asyncio.Protocol):
             self._end.set_exception(error)
 
 
+def tls_context(insecure: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if insecure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 class HttpClient:
     """Posts JSON to one server over as many connections as there are requests at once."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False) -> None:
         url = urlsplit(base_url)
-        self._host, self._is_tls = url.hostname or "", url.scheme == "https"
-        self._port = url.port or (443 if self._is_tls else 80)
-        self._ssl = ssl.create_default_context() if self._is_tls else None
-        if self._ssl and insecure:
-            self._ssl.check_hostname, self._ssl.verify_mode = False, ssl.CERT_NONE
+        is_tls = url.scheme == "https"
+        self._host, self._port = url.hostname or "", url.port or (443 if is_tls else 80)
+        self._ssl = tls_context(insecure) if is_tls else None
         self._base_path = url.path.rstrip("/")
         fixed = {"host": url.netloc.rpartition("@")[2], "content-type": "application/json", **headers}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())

@@ -6,11 +6,9 @@ ratio, and their spread says what a difference is worth.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from typing import NamedTuple
 
 from hex_llm.bench import plot, report
@@ -73,32 +71,14 @@ def compare(argv: Sequence[str]) -> None:
             results = {which: bench.run(servers[which], rate) for which in order}
             rounds.append((results[0], results[1]))
         compared = comparisons(rounds)
-        print(
-            f"{args.rounds} rounds of {len(bench.samples)} requests, {rate:g} a second\n{table(compared)}",
-            flush=True,
-        )
-        _save(args, bench.model, rate, rounds, compared, append=args.append_result or bool(i))
+        print(f"{args.rounds} rounds of {len(bench.samples)} requests, {rate:g} a second")
+        print(table(compared), flush=True)
+        runs = [[report.described(one, args, rate, bench.model) for one in pair] for pair in rounds]
+        ratios = [one._asdict() for one in compared]
+        content = {"a": args.a, "b": args.b, "rounds": runs, "compared": ratios}
+        report.save(content, args, rate, bench.model, is_first=i == 0)
         for which, curve in enumerate(curves):
             medians = {one.metric: (one.a, one.b)[which] for one in compared}
             curve.append((rate, rounds[-1][which] | medians))
     if args.plot:
         plot.draw(args.plot, dict(zip((args.a, args.b), curves, strict=True)))
-
-
-def _save(
-    args: argparse.Namespace,
-    model: str,
-    rate: float,
-    rounds: Sequence[tuple[Result, Result]],
-    compared: Sequence[Comparison],
-    *,
-    append: bool,
-) -> None:
-    if not (args.save_result or args.append_result):
-        return
-    date = datetime.now().strftime("%Y%m%d-%H%M%S")
-    runs = [[report.described(one, args, rate, model, date) for one in pair] for pair in rounds]
-    content = {"a": args.a, "b": args.b, "rounds": runs, "compared": [one._asdict() for one in compared]}
-    report.write(
-        report.result_path(args, rate, model, date), content, append=append and bool(args.result_filename)
-    )

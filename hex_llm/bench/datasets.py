@@ -169,10 +169,9 @@ def multi_turn(source: Source, num: int) -> list[Sample]:
     output_lens = _around(source, _scaled(source, args.output_len, 80), 0.5, num)
     samples = []
     for i, (num_in, num_out) in enumerate(zip(input_lens, output_lens, strict=True)):
-        before = latest.get(i % args.multi_turn_num_conversations)
-        start = system_prompt if before is None else source.prompts.empty
-        new_len = num_in + (prefix_len if before is None else 0)
-        sample = Sample(source.prompts.extended(start, num_in), new_len, num_out, before)
+        previous = latest.get(i % args.multi_turn_num_conversations)
+        start, start_len = (source.prompts.empty, 0) if previous else (system_prompt, prefix_len)
+        sample = Sample(source.prompts.extended(start, num_in), start_len + num_in, num_out, previous)
         latest[i % args.multi_turn_num_conversations] = sample
         samples.append(sample)
     return samples

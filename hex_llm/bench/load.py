@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -32,7 +31,6 @@ class Load:
     path: str
     settings: Settings
     max_concurrency: int | None = None
-    models: Sequence[str] = ()  # instead of the settings', one for each sample
     request_id_prefix: str = ""
     show_progress: bool = False
     _replies: dict[Sample, asyncio.Task[Reply]] = field(default_factory=dict)
@@ -59,7 +57,7 @@ class Load:
             for i, (sample, due) in enumerate(zip(samples, times, strict=True)):
                 if (wait := start + due - time.perf_counter()) > 0:
                     await asyncio.sleep(wait)
-                task = asyncio.create_task(self._ask(sample, str(i), limit, self._model(i)))
+                task = asyncio.create_task(self._ask(sample, str(i), limit))
                 task.add_done_callback(lambda _: bar.update())
                 self._replies[sample] = task
             replies = await asyncio.gather(*self._replies.values())
@@ -69,15 +67,9 @@ class Load:
     def _limit(self) -> AbstractAsyncContextManager[Any]:
         return asyncio.Semaphore(self.max_concurrency) if self.max_concurrency else nullcontext()
 
-    def _model(self, index: int) -> str:
-        return self.models[index] if self.models else self.settings.model
-
-    async def _ask(
-        self, sample: Sample, name: str, limit: AbstractAsyncContextManager[Any], model: str | None = None
-    ) -> Reply:
-        settings = replace(self.settings, model=model or self.settings.model)
+    async def _ask(self, sample: Sample, name: str, limit: AbstractAsyncContextManager[Any]) -> Reply:
         turns, reply = await self._continued(sample)
-        body = msgspec.json.encode(self.dialect.payload(turns, sample.output_len, settings))
+        body = msgspec.json.encode(self.dialect.payload(turns, sample.output_len, self.settings))
         reader = PieceReader(self.dialect, reply)
         arrived = time.perf_counter()
         async with limit:
@@ -94,22 +86,16 @@ class Load:
 
     async def _continued(self, sample: Sample) -> tuple[list[Prompt], Reply]:
         """The conversation up to this sample, once the answer before it is there; and an empty reply."""
-        if (before := sample.follows) is None or before not in self._replies:
+        if (previous := sample.follows) is None:
             turns, reply = [sample.prompt], Reply(sample.prompt_len)
         else:
-            answered = await self._replies[before]
-            if answered.success and self.settings.wants_token_ids and not answered.token_ids:
+            answered, wants_ids = await self._replies[previous], self.settings.wants_token_ids
+            if answered.success and wants_ids and not answered.token_ids:
                 raise HexError("the server tells no token ids to continue with; use --backend openai-chat")
-            answer = answered.token_ids if self.settings.wants_token_ids else answered.text
-            turns = [*self._turns[before], answer, sample.prompt]
-            reply = Reply(answered.prompt_len + answered.output_tokens + sample.prompt_len)
+            answer = answered.token_ids if wants_ids else answered.text
+            turns = [*self._turns[previous], answer, sample.prompt]
+            reply = Reply(
+                answered.prompt_len + (answered.output_tokens or len(answered.texts)) + sample.prompt_len
+            )
         self._turns[sample] = turns
         return turns, reply
-
-
-def draw_models(names: Sequence[str], num_requests: int, assignment: str, seed: int) -> list[str]:
-    """An adapter's name for each request."""
-    if assignment == "round-robin":
-        return [names[i % len(names)] for i in range(num_requests)]
-    rng = random.Random(seed)
-    return [rng.choice(names) for _ in range(num_requests)]

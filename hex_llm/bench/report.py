@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,14 @@ def block(result: Result, args: argparse.Namespace, rate: float) -> str:
     return "\n".join(lines)
 
 
-def described(result: Result, args: argparse.Namespace, rate: float, model: str, date: str) -> dict[str, Any]:
+def described(result: Result, args: argparse.Namespace, rate: float, model: str) -> dict[str, Any]:
     """What a file holds: the run's settings, then its numbers."""
     ramp = {
         name: getattr(args, name) for name in ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
     }
     left_out = () if args.save_detailed else DETAILS
     return {
-        "date": date,
+        "date": _now(),
         "endpoint_type": args.backend,
         "backend": args.backend,
         "label": args.label,
@@ -106,20 +107,29 @@ def described(result: Result, args: argparse.Namespace, rate: float, model: str,
     }
 
 
-def result_path(args: argparse.Namespace, rate: float, model: str, date: str) -> Path:
-    pace = f"{rate}qps"
-    if args.ramp_up_strategy:
-        pace = f"ramp-up-{args.ramp_up_strategy}-{args.ramp_up_start_rps}qps-{args.ramp_up_end_rps}qps"
-    limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
-    made = f"{args.label or args.backend}-{pace}{limit}-{model.split('/')[-1]}-{date}.json"
-    return Path(args.result_dir or ".") / (args.result_filename or made)
-
-
-def write(path: Path, content: dict[str, Any], *, append: bool) -> None:
-    """One JSON object; appended, it stands on a line of its own."""
+def save(
+    content: dict[str, Any], args: argparse.Namespace, rate: float, model: str, *, is_first: bool
+) -> None:
+    """As the flags say. What is appended, and what follows another run in one file, has its own line."""
+    if not (args.save_result or args.append_result):
+        return
+    path = Path(args.result_dir or ".") / (args.result_filename or _file_name(args, rate, model))
+    append = args.append_result or bool(args.result_filename and not is_first)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if append else "w", encoding="utf-8") as file:
             file.write(("\n" if append and file.tell() else "") + json.dumps(content))
     except OSError as error:
         raise HexError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _file_name(args: argparse.Namespace, rate: float, model: str) -> str:
+    pace = f"{rate}qps"
+    if args.ramp_up_strategy:
+        pace = f"ramp-up-{args.ramp_up_strategy}-{args.ramp_up_start_rps}qps-{args.ramp_up_end_rps}qps"
+    limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
+    return f"{args.label or args.backend}-{pace}{limit}-{model.split('/')[-1]}-{_now()}.json"
+
+
+def _now() -> str:
+    return datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -6,9 +6,10 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from typing import TypeVar
 
 from hex_llm.bench import plot, report
 from hex_llm.bench.arguments import client_parser, parse_client
@@ -16,7 +17,7 @@ from hex_llm.bench.arrivals import arrival_times
 from hex_llm.bench.backends import DIALECTS, Reply, Settings
 from hex_llm.bench.client import HttpClient
 from hex_llm.bench.datasets import NEED_TEXT, Sample, Source, make_samples
-from hex_llm.bench.load import Load, draw_models
+from hex_llm.bench.load import RETRY_S, Load
 from hex_llm.bench.measures import Result, measure
 from hex_llm.bench.server import Server, server_side
 from hex_llm.bench.tokenizers import SMALLEST_VOCABULARY, BenchTokenizer, find_tokenizer
@@ -30,6 +31,7 @@ except ImportError:  # on Windows there is none
 USUAL_PORTS = 7080, 8000  # of hex_llm and Hex-LLM, and of vLLM
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "logprobs", "frequency_penalty", "presence_penalty",
             "repetition_penalty")  # fmt: skip
+T = TypeVar("T")
 
 
 @dataclass
@@ -43,10 +45,8 @@ class Bench:
 
     def run(self, server: Server, rate: float) -> Result:
         """One run; raises HexError if no request succeeds."""
-        before = server.counters()
         with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
-            replies, duration = runner.run(self._send(server, rate))
-        facts = server_side(before, server.counters())
+            replies, duration, facts = runner.run(self._send(server, rate))
         if not any(reply.success for reply in replies):
             raise HexError(f"all {len(replies)} requests failed; the first: {replies[0].error}")
         for reply in replies:
@@ -63,7 +63,8 @@ class Bench:
         )
         return {**result, "server": facts}
 
-    async def _send(self, server: Server, rate: float) -> tuple[list[Reply], float]:
+    async def _send(self, server: Server, rate: float) -> tuple[list[Reply], float, dict[str, float]]:
+        """The replies, the seconds, and what the server has counted meanwhile."""
         args, dialect = self.args, DIALECTS[self.args.backend]
         client = HttpClient(server.base_url, server.headers, insecure=server.insecure)
         load = Load(
@@ -75,13 +76,13 @@ class Bench:
             request_id_prefix=args.request_id_prefix,
             show_progress=not args.disable_tqdm,
         )
-        if args.lora_modules:
-            load.models = draw_models(args.lora_modules, len(self.samples), args.lora_assignment, args.seed)
         try:
             if args.ready_check_timeout_sec > 0:
                 await load.wait_until_ready(self.samples[0], args.ready_check_timeout_sec)
             await load.warm_up(self.samples[0], args.num_warmups)
-            return await load.run(self.samples, arrival_times(len(self.samples), rate, args))
+            before = server.counters()
+            replies, duration = await load.run(self.samples, arrival_times(len(self.samples), rate, args))
+            return replies, duration, server_side(before, server.counters())
         finally:
             client.close()
 
@@ -119,9 +120,9 @@ def prepare(args: argparse.Namespace, server: Server) -> Bench:
     """Asks the server what it must be asked, and makes the prompts."""
     if args.plot:
         plot.check_available()
-    if args.ready_check_timeout_sec <= 0:
-        server.check_reachable()
-    model, dialect = args.model or server.first_model(), DIALECTS[args.backend]
+    patience_s = args.ready_check_timeout_sec
+    _patiently(server.check_reachable, patience_s)
+    model, dialect = args.model or _patiently(server.first_model, patience_s), DIALECTS[args.backend]
     required = args.dataset_name in NEED_TEXT or not dialect.takes_ids
     tokenizer = find_tokenizer(args, server, model, required=required)
     vocab_size = tokenizer.vocab_size if tokenizer else SMALLEST_VOCABULARY
@@ -129,6 +130,18 @@ def prepare(args: argparse.Namespace, server: Server) -> Bench:
     if not samples:
         raise HexError(f"--num-prompts {args.num_prompts}: there is nothing to send")
     return Bench(args, model, samples, tokenizer)
+
+
+def _patiently(ask: Callable[[], T], timeout_s: float) -> T:
+    """Asks again and again until there is an answer, at most so long."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ask()
+        except HexError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
 
 
 def serve(argv: Sequence[str]) -> None:
@@ -143,11 +156,7 @@ def serve(argv: Sequence[str]) -> None:
         for error in list(dict.fromkeys(filter(None, result["errors"])))[:10]:
             print(f"failed: {error}", file=sys.stderr)
         print(report.block(result, args, rate), flush=True)
-        if args.save_result or args.append_result:
-            date = datetime.now().strftime("%Y%m%d-%H%M%S")
-            path = report.result_path(args, rate, bench.model, date)
-            content = report.described(result, args, rate, bench.model, date)
-            # The runs of a list of rates that are to go into one file stand there line by line.
-            report.write(path, content, append=args.append_result or bool(i and args.result_filename))
+        content = report.described(result, args, rate, bench.model)
+        report.save(content, args, rate, bench.model, is_first=i == 0)
     if args.plot:
         plot.draw(args.plot, {args.label or bench.model: curve})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import ssl
 from collections import defaultdict
 from collections.abc import Mapping
 from http.client import HTTPException
@@ -13,6 +12,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
+from hex_llm.bench.client import tls_context
 from hex_llm.errors import ConfigError, HexError, one_line
 
 TIMEOUT_S = 30
@@ -25,16 +25,16 @@ class Server:
         if urlsplit(base_url).scheme not in ("http", "https") or not urlsplit(base_url).hostname:
             raise ConfigError(f"{one_line(base_url)}: no URL of a server; it begins with http:// or https://")
         self.base_url, self.headers, self.insecure = base_url.rstrip("/"), dict(headers), insecure
+        tls = [HTTPSHandler(context=tls_context(insecure))] if base_url.startswith("https:") else []
+        # The load goes straight to the server, so what is asked beside it uses no proxy either.
+        self._opener = build_opener(ProxyHandler({}), *tls)
 
     def ask(self, path: str, body: Any = None) -> bytes:
         """The answer to a GET or, with a body, to a POST; raises HexError with one line."""
         url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         request = Request(url, data, {**self.headers, "content-type": "application/json"})
-        context = ssl._create_unverified_context() if self.insecure else None
-        # The load goes straight to the server, so what is asked beside it uses no proxy either.
-        opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
         try:
-            with opener.open(request, timeout=TIMEOUT_S) as response:
+            with self._opener.open(request, timeout=TIMEOUT_S) as response:
                 answer: bytes = response.read()
                 return answer
         except HTTPError as error:

@@ -128,11 +128,9 @@ def test_a_turn_continues_the_answer_before(backend_name: str) -> None:
         assert answer == before.prompt_ids[::-1][:num_answered]
 
 
-def test_a_mixture_and_adapters(url: str, tmp_path: Path) -> None:
+def test_a_mixture(url: str, tmp_path: Path) -> None:
     flags = ["--dataset-name=mixture", "--length-scale=0.02", "--request-rate=1000"]
-    for assignment in ("random", "round-robin"):
-        names = ["--lora-modules", "a", "b", f"--lora-assignment={assignment}"]
-        assert saved(tmp_path, url, *flags, *names)["completed"] == 12
+    assert saved(tmp_path, url, *flags)["completed"] == 12
 
 
 # ---- two servers, and a picture
@@ -206,7 +204,7 @@ def test_an_unreachable_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(f"http://127.0.0.1:{port}") == 1
     assert error_of(capsys).startswith(f"http://127.0.0.1:{port} is unreachable: ")
     assert bench(f"http://127.0.0.1:{port}", "--model=m", "--ready-check-timeout-sec=1") == 1
-    assert error_of(capsys).startswith("no answer within 1 s; the last try: ")
+    assert error_of(capsys).startswith(f"http://127.0.0.1:{port} is unreachable: ")
     assert bench("localhost:8000") == 2
     assert error_of(capsys).startswith("localhost:8000: no URL of a server")
 
@@ -236,6 +234,12 @@ def test_a_wrong_server(answer: bytes, message: str, capsys: pytest.CaptureFixtu
     with raw_server(answer) as url:
         assert bench(url, "--model=m") == 1
     assert error_of(capsys) == message
+
+
+def test_a_server_that_is_never_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    with raw_server(NOT_FOUND) as url:
+        assert bench(url, "--model=m", "--ready-check-timeout-sec=1") == 1
+    assert error_of(capsys) == "no answer within 1 s; the last try: HTTP 404: nope"
 
 
 def test_a_server_without_a_model_or_http(capsys: pytest.CaptureFixture[str]) -> None:
