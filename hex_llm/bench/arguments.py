@@ -20,10 +20,14 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, about: str) -> None:
-        formatter = argparse.ArgumentDefaultsHelpFormatter
-        super().__init__(
-            prog=f"hex-llm bench {command}", description=about, allow_abbrev=False, formatter_class=formatter
-        )
+        name = f"hex-llm bench {command}"
+        super().__init__(prog=name, usage=f"{name} [flags]", description=about, allow_abbrev=False)
+
+    def format_help(self) -> str:
+        for action in self._actions:
+            if action.default not in (None, False, [], {}, argparse.SUPPRESS):
+                action.help = f"{action.help or ''} (default: {action.default})".lstrip()
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(one_line(message.removeprefix("argument ")))

@@ -6,6 +6,7 @@ ratio, and their spread says what a difference is worth.
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class Comparison(NamedTuple):
 
 def comparisons(rounds: Sequence[tuple[Result, Result]]) -> list[Comparison]:
     """Of each number that is above 0 in every run."""
-    names = [name for name in rounds[0][0] if name in THROUGHPUTS or name.endswith("_ms")]
+    names = [name for name in rounds[0][0] if name in THROUGHPUTS or re.fullmatch("(?!std_).*_ms", name)]
     compared = []
     for name in names:
         pairs = [(a.get(name) or 0, b.get(name) or 0) for a, b in rounds]
@@ -54,6 +55,7 @@ def table(compared: Sequence[Comparison]) -> str:
 
 def compare(argv: Sequence[str]) -> None:
     parser = client_parser("compare", "Sends the same load to two servers by turns.")
+    parser.usage = "hex-llm bench compare A B [flags]"
     parser.add_argument("a", metavar="A", help="the URL of the first server")
     parser.add_argument("b", metavar="B", help="the URL of the second")
     parser.add_argument("--rounds", type=positive, default=3, help="runs against each, at each rate")
@@ -68,10 +70,11 @@ def compare(argv: Sequence[str]) -> None:
             print(f"round {number + 1} of {args.rounds}, {rate:g} requests a second", file=sys.stderr)
             # Every other round begins with B, so that neither is always the second.
             order = (0, 1) if number % 2 == 0 else (1, 0)
-            results = {which: bench.run(servers[which], rate) for which in order}
+            samples = bench.samples(i * args.rounds + number)
+            results = {which: bench.run(servers[which], samples, rate) for which in order}
             rounds.append((results[0], results[1]))
         compared = comparisons(rounds)
-        print(f"{args.rounds} rounds of {len(bench.samples)} requests, {rate:g} a second")
+        print(f"{args.rounds} rounds of {len(samples)} requests, {rate:g} a second")
         print(table(compared), flush=True)
         runs = [[report.described(one, args, rate, bench.model) for one in pair] for pair in rounds]
         ratios = [one._asdict() for one in compared]

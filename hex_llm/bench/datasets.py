@@ -1,103 +1,24 @@
-"""The prompts of a load: made up with exact numbers of tokens, or read from a file."""
+"""The datasets by name; here those whose prompts are made up, with exact numbers of tokens."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from hex_llm.bench.backends import Prompt
-from hex_llm.bench.prompts import IdPrompts, TextPrompts
-from hex_llm.bench.tokenizers import SMALLEST_VOCABULARY, BenchTokenizer
+from hex_llm.bench.dataset_files import custom, sharegpt, sonnet
+from hex_llm.bench.samples import Sample, Source
 from hex_llm.errors import HexError
 
-SONNETS = Path(__file__).parent / "sonnets.txt"
 LOG_SPREAD = 0.9  # sigma of the logarithms of a chat's lengths
 LONGEST_CHAT = 8, 5  # times the mean, of prompts and of outputs
 Lengths = list[int]
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """One request; a later turn of a conversation `follows` another, and its prompt is only what it adds."""
-
-    prompt: Prompt
-    prompt_len: int
-    output_len: int
-    follows: Sample | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class Source:
-    """What datasets are made with."""
-
-    args: argparse.Namespace
-    tokenizer: BenchTokenizer | None
-    takes_ids: bool  # the backend takes token ids for a prompt
-    vocab_size: int = SMALLEST_VOCABULARY
-
-    @cached_property
-    def rng(self) -> np.random.Generator:
-        return np.random.default_rng(self.args.seed)
-
-    @cached_property
-    def prompts(self) -> IdPrompts | TextPrompts:
-        if not self.takes_ids:
-            return TextPrompts(self.rng, self.needed_tokenizer())
-        return IdPrompts(self.rng, self.vocab_size)
-
-    def needed_tokenizer(self) -> BenchTokenizer:
-        if self.tokenizer is None:
-            name = self.args.dataset_name
-            raise HexError(f"--dataset-name {name}: needs a tokenizer; name a folder with --tokenizer")
-        return self.tokenizer
-
-    def rows(self) -> list[Any]:
-        """The objects in the file: of a JSON list, or one on each line."""
-        text = self.text()
-        try:
-            return (
-                list(json.loads(text))
-                if text.lstrip()[:1] == "["
-                else list(map(json.loads, text.splitlines()))
-            )
-        except (ValueError, TypeError) as error:
-            raise self.broken(f"neither a JSON list nor JSON lines: {error}") from error
-
-    def text(self) -> str:
-        if not self.args.dataset_path:
-            raise HexError(f"--dataset-name {self.args.dataset_name}: name its file with --dataset-path")
-        try:
-            return Path(self.args.dataset_path).read_text("utf-8")
-        except (OSError, ValueError) as error:
-            raise self.broken(getattr(error, "strerror", None) or str(error)) from error
-
-    def broken(self, reason: str) -> HexError:
-        return HexError(f"--dataset-path {self.args.dataset_path}: {reason}")
-
-    def oversampled(self, samples: list[Sample], num: int) -> list[Sample]:
-        """As many as asked for, some of them several times where there are too few."""
-        if not samples:
-            raise self.broken("no prompt in it can be used")
-        if self.args.no_oversample:
-            return samples
-        rng = random.Random(self.args.seed)
-        return samples + [replace(rng.choice(samples)) for _ in range(num - len(samples))]
-
-
 def make_samples(source: Source) -> list[Sample]:
     return DATASETS[source.args.dataset_name](source, source.args.num_prompts)
-
-
-# ---- made up
 
 
 def _around(source: Source, mean: float, ratio: float, num: int) -> Lengths:
@@ -185,78 +106,6 @@ def mixture(source: Source, num: int) -> list[Sample]:
         iter(DATASETS[name](source, int((order == i).sum()))) for i, name in enumerate(names)
     ]
     return [next(parts[i]) for i in order]
-
-
-# ---- of files
-
-
-def sharegpt(source: Source, num: int) -> list[Sample]:
-    """First questions, and the lengths of their answers, of talks that vLLM keeps: neither tiny nor long."""
-    tokenizer, fixed_len = (
-        source.needed_tokenizer(),
-        source.args.output_len or source.args.sharegpt_output_len,
-    )
-    talks = [
-        row["conversations"] for row in source.rows() if isinstance(row, dict) and "conversations" in row
-    ]
-    talks = [talk for talk in talks if len(talk) >= 2]
-    if not source.args.disable_shuffle:
-        random.Random(source.args.seed).shuffle(talks)
-    samples: list[Sample] = []
-    for talk in talks:
-        if len(samples) == num:
-            break
-        try:
-            question, answer = talk[0]["value"], talk[1]["value"]
-        except (TypeError, KeyError) as error:
-            raise source.broken("a conversation's turn has no value") from error
-        prompt_len = len(tokenizer.encode(question))
-        output_len = fixed_len or len(tokenizer.encode(answer))
-        is_long_enough = prompt_len >= 4 and (output_len >= 4 or fixed_len)
-        if is_long_enough and prompt_len <= 1024 and prompt_len + output_len <= 2048:
-            samples.append(Sample(question, prompt_len, output_len))
-    return source.oversampled(samples, num)
-
-
-def custom(source: Source, num: int) -> list[Sample]:
-    """JSON lines with a `prompt` and, where --custom-output-len is -1, `output_tokens`."""
-    rows, output_len = source.rows(), source.args.output_len or source.args.custom_output_len
-    if not source.args.disable_shuffle:
-        random.Random(source.args.seed).shuffle(rows)
-    try:
-        samples = [
-            _custom(source, str(row["prompt"]), int(row["output_tokens"]) if output_len == -1 else output_len)
-            for row in rows[: num if num > 0 else len(rows)]
-        ]
-    except (TypeError, KeyError, ValueError) as error:
-        raise source.broken(f"a line lacks a prompt, or output_tokens as a number ({error})") from error
-    return source.oversampled(samples, num)
-
-
-def _custom(source: Source, text: str, output_len: int) -> Sample:
-    if source.tokenizer is None:
-        return Sample(text, 1, output_len)
-    if source.takes_ids and not source.args.skip_chat_template:
-        ids = source.tokenizer.encode_chat(text)
-        return Sample(ids, len(ids), output_len)
-    return Sample(text, len(source.tokenizer.encode(text)), output_len)
-
-
-def sonnet(source: Source, num: int) -> list[Sample]:
-    """Lines of sonnets: the first are the same in all prompts, others follow at random up to the length."""
-    args, tokenizer, rng = source.args, source.needed_tokenizer(), random.Random(source.args.seed)
-    text = source.text() if args.dataset_path else SONNETS.read_text()
-    lines = [line + "\n" for line in text.splitlines() if line.strip()]
-    start = "Continue this poem, whose lines may stand in any order:\n"
-    line_len = len(tokenizer.encode("".join(lines))) / max(len(lines), 1)
-    num_shared = round(args.sonnet_prefix_len / line_len)
-    num_drawn = round((args.input_len or args.sonnet_input_len) / line_len) - num_shared
-    samples = []
-    for _ in range(num):
-        prompt = "".join([start, *lines[:num_shared], *rng.choices(lines, k=max(num_drawn, 1))])
-        output_len = args.output_len or args.sonnet_output_len
-        samples.append(Sample(prompt, len(tokenizer.encode(prompt)), output_len))
-    return samples
 
 
 DATASETS: dict[str, Callable[[Source, int], list[Sample]]] = {

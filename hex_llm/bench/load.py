@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from hex_llm.bench.backends import Dialect, PieceReader, Prompt, Reply, Settings
 from hex_llm.bench.client import HttpClient, Refused
-from hex_llm.bench.datasets import Sample
+from hex_llm.bench.samples import Sample
 from hex_llm.errors import HexError
 
 RETRY_S = 1.0

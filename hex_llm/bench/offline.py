@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from hex_llm.bench.arguments import Parser, add_dataset_flags, positive, with_dashes
 from hex_llm.bench.backends import Prompt
-from hex_llm.bench.datasets import Sample, Source, make_samples
+from hex_llm.bench.datasets import make_samples
+from hex_llm.bench.samples import Sample, Source
 from hex_llm.bench.tokenizers import LocalTokenizer
 from hex_llm.errors import ConfigError, HexError
 from hex_llm.flags import read_flags

@@ -14,11 +14,12 @@ from typing import TypeVar
 from hex_llm.bench import plot, report
 from hex_llm.bench.arguments import client_parser, parse_client
 from hex_llm.bench.arrivals import arrival_times
-from hex_llm.bench.backends import DIALECTS, Reply, Settings
+from hex_llm.bench.backends import DIALECTS, Dialect, Reply, Settings
 from hex_llm.bench.client import HttpClient
-from hex_llm.bench.datasets import NEED_TEXT, Sample, Source, make_samples
+from hex_llm.bench.datasets import NEED_TEXT, make_samples
 from hex_llm.bench.load import RETRY_S, Load
 from hex_llm.bench.measures import Result, measure
+from hex_llm.bench.samples import Sample, Source
 from hex_llm.bench.server import Server, server_side
 from hex_llm.bench.tokenizers import SMALLEST_VOCABULARY, BenchTokenizer, find_tokenizer
 from hex_llm.errors import HexError
@@ -36,17 +37,29 @@ T = TypeVar("T")
 
 @dataclass
 class Bench:
-    """A load that is ready to be sent, to one server or to several in turn."""
+    """What is the same in all runs of a command."""
 
     args: argparse.Namespace
     model: str
-    samples: list[Sample]
     tokenizer: BenchTokenizer | None
 
-    def run(self, server: Server, rate: float) -> Result:
+    @property
+    def dialect(self) -> Dialect:
+        return DIALECTS[self.args.backend]
+
+    def samples(self, run: int) -> list[Sample]:
+        """Of the run with this number: made-up prompts are new in each, lest a prefix cache have them."""
+        args = argparse.Namespace(**{**vars(self.args), "seed": self.args.seed + run})
+        vocab_size = self.tokenizer.vocab_size if self.tokenizer else SMALLEST_VOCABULARY
+        samples = make_samples(Source(args, self.tokenizer, self.dialect.takes_ids, vocab_size))
+        if not samples:
+            raise HexError(f"--num-prompts {args.num_prompts}: there is nothing to send")
+        return samples
+
+    def run(self, server: Server, samples: Sequence[Sample], rate: float) -> Result:
         """One run; raises HexError if no request succeeds."""
         with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
-            replies, duration, facts = runner.run(self._send(server, rate))
+            replies, duration, facts = runner.run(self._send(server, samples, rate))
         if not any(reply.success for reply in replies):
             raise HexError(f"all {len(replies)} requests failed; the first: {replies[0].error}")
         for reply in replies:
@@ -63,35 +76,36 @@ class Bench:
         )
         return {**result, "server": facts}
 
-    async def _send(self, server: Server, rate: float) -> tuple[list[Reply], float, dict[str, float]]:
+    async def _send(
+        self, server: Server, samples: Sequence[Sample], rate: float
+    ) -> tuple[list[Reply], float, dict[str, float]]:
         """The replies, the seconds, and what the server has counted meanwhile."""
-        args, dialect = self.args, DIALECTS[self.args.backend]
+        args = self.args
         client = HttpClient(server.base_url, server.headers, insecure=server.insecure)
         load = Load(
             client,
-            dialect,
-            args.endpoint or dialect.path,
-            self._settings(),
+            self.dialect,
+            args.endpoint or self.dialect.path,
+            self._settings(grows=any(sample.follows for sample in samples)),
             args.max_concurrency,
             request_id_prefix=args.request_id_prefix,
             show_progress=not args.disable_tqdm,
         )
         try:
             if args.ready_check_timeout_sec > 0:
-                await load.wait_until_ready(self.samples[0], args.ready_check_timeout_sec)
-            await load.warm_up(self.samples[0], args.num_warmups)
+                await load.wait_until_ready(samples[0], args.ready_check_timeout_sec)
+            await load.warm_up(samples[0], args.num_warmups)
             before = server.counters()
-            replies, duration = await load.run(self.samples, arrival_times(len(self.samples), rate, args))
+            replies, duration = await load.run(samples, arrival_times(len(samples), rate, args))
             return replies, duration, server_side(before, server.counters())
         finally:
             client.close()
 
-    def _settings(self) -> Settings:
+    def _settings(self, *, grows: bool) -> Settings:
         args = self.args
         sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-        grows = any(sample.follows for sample in self.samples) and DIALECTS[args.backend].takes_ids
-        model = args.served_model_name or self.model
-        return Settings(model, sampling, args.ignore_eos, args.extra_body, wants_token_ids=grows)
+        model, wants_ids = args.served_model_name or self.model, grows and self.dialect.takes_ids
+        return Settings(model, sampling, args.ignore_eos, args.extra_body, wants_token_ids=wants_ids)
 
     def _count_output(self, reply: Reply) -> None:
         """Where the server has not said: by the tokenizer, else a token for each piece."""
@@ -117,19 +131,14 @@ def find_server(args: argparse.Namespace) -> Server:
 
 
 def prepare(args: argparse.Namespace, server: Server) -> Bench:
-    """Asks the server what it must be asked, and makes the prompts."""
+    """Asks the server what must be known before prompts can be made."""
     if args.plot:
         plot.check_available()
     patience_s = args.ready_check_timeout_sec
     _patiently(server.check_reachable, patience_s)
     model, dialect = args.model or _patiently(server.first_model, patience_s), DIALECTS[args.backend]
     required = args.dataset_name in NEED_TEXT or not dialect.takes_ids
-    tokenizer = find_tokenizer(args, server, model, required=required)
-    vocab_size = tokenizer.vocab_size if tokenizer else SMALLEST_VOCABULARY
-    samples = make_samples(Source(args, tokenizer, dialect.takes_ids, vocab_size))
-    if not samples:
-        raise HexError(f"--num-prompts {args.num_prompts}: there is nothing to send")
-    return Bench(args, model, samples, tokenizer)
+    return Bench(args, model, find_tokenizer(args, server, model, required=required))
 
 
 def _patiently(ask: Callable[[], T], timeout_s: float) -> T:
@@ -150,8 +159,9 @@ def serve(argv: Sequence[str]) -> None:
     bench = prepare(args, server)
     curve = []
     for i, rate in enumerate(args.request_rate):
-        print(f"{len(bench.samples)} requests, {rate:g} a second", file=sys.stderr)
-        result = bench.run(server, rate)
+        samples = bench.samples(i)
+        print(f"{len(samples)} requests, {rate:g} a second", file=sys.stderr)
+        result = bench.run(server, samples, rate)
         curve.append((rate, result))
         for error in list(dict.fromkeys(filter(None, result["errors"])))[:10]:
             print(f"failed: {error}", file=sys.stderr)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hex_llm.bench.datasets import Sample, Source, make_samples
+from hex_llm.bench.datasets import make_samples
+from hex_llm.bench.samples import Sample, Source
 from hex_llm.bench.serve import client_parser, parse_client
 from hex_llm.bench.tokenizers import LocalTokenizer
 from hex_llm.config import EngineConfig
@@ -161,6 +162,6 @@ def test_a_file_and_a_tokenizer_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(HexError, match="--dataset-name sharegpt: needs a tokenizer"):
         samples("--dataset-name=sharegpt", tokenizer=None)
     path = tmp_path / "talks.json"
-    path.write_text('[{"conversations": [1, 2]}]')
-    with pytest.raises(HexError, match="a conversation's turn has no value"):
+    path.write_text('[{"conversations": 3}]')
+    with pytest.raises(HexError, match="its conversations are no lists of turns with a value"):
         samples("--dataset-name=sharegpt", f"--dataset-path={path}")
