@@ -89,10 +89,12 @@ def objective(text: str) -> tuple[str, float]:
 
 def range_ratio(text: str) -> tuple[float, float]:
     """Of prompts and of outputs."""
-    value = json.loads(text)
-    ratios = (value["input"], value["output"]) if isinstance(value, dict) else (value, value)
+    by_kind = json_object(text) if "{" in text else {"input": text, "output": text}
+    ratios = float(by_kind.get("input", "nan")), float(by_kind.get("output", "nan"))
     if not all(0 <= ratio < 1 for ratio in ratios):
-        raise argparse.ArgumentTypeError("must be at least 0 and below 1")
+        raise argparse.ArgumentTypeError(
+            'must be at least 0 and below 1, or {"input": …, "output": …} of such'
+        )
     return ratios
 
 

@@ -30,17 +30,17 @@ def measure(
 ) -> Result:
     """`goodput` has the most milliseconds of a good request; only a run that is limited in concurrency has a
     queue in the client, and only in a paced one is the time in it part of a request's."""
-    good = [reply for reply in replies if reply.success]
-    num_in, num_out = (sum(r.prompt_len for r in good), sum(r.output_tokens for r in good))
-    max_tokens, max_requests = _peaks(good)
-    times = _times(good)
+    succeeded = [reply for reply in replies if reply.success]
+    num_in, num_out = (sum(r.prompt_len for r in succeeded), sum(r.output_tokens for r in succeeded))
+    max_tokens, max_requests = _peaks(succeeded)
+    times = _times(succeeded)
     result: Result = {
         "duration": duration,
-        "completed": len(good),
-        "failed": len(replies) - len(good),
+        "completed": len(succeeded),
+        "failed": len(replies) - len(succeeded),
         "total_input_tokens": num_in,
         "total_output_tokens": num_out,
-        "request_throughput": len(good) / duration,
+        "request_throughput": len(succeeded) / duration,
         "request_goodput": _num_within(times, goodput) / duration if goodput else None,
         "output_throughput": num_out / duration,
         "total_token_throughput": (num_in + num_out) / duration,
@@ -57,7 +57,7 @@ def measure(
         "max_concurrent_requests": max_requests,
         "rtfx": 0.0,  # of speech, in vLLM
     }
-    times["tpot"] = [_tpot(reply) for reply in good if reply.output_tokens > 1]
+    times["tpot"] = [_tpot(reply) for reply in succeeded if reply.output_tokens > 1]
     if not is_limited:
         del times["client_queue_time"]
     if not (is_limited and is_paced):
@@ -68,15 +68,15 @@ def measure(
     return result
 
 
-def _times(good: Sequence[Reply]) -> dict[str, list[float]]:
+def _times(succeeded: Sequence[Reply]) -> dict[str, list[float]]:
     """Seconds, by metric; of each request but for `itl`, which is of each piece."""
     return {
-        "ttft": [reply.ttft for reply in good],
-        "tpot": [_tpot(reply) for reply in good],
-        "itl": [gap for reply in good for gap in reply.itl],
-        "e2el": [reply.latency for reply in good],
-        "client_queue_time": [reply.queue_time for reply in good],
-        "e2el_including_client_queue": [reply.latency + reply.queue_time for reply in good],
+        "ttft": [reply.ttft for reply in succeeded],
+        "tpot": [_tpot(reply) for reply in succeeded],
+        "itl": [gap for reply in succeeded for gap in reply.itl],
+        "e2el": [reply.latency for reply in succeeded],
+        "client_queue_time": [reply.queue_time for reply in succeeded],
+        "e2el_including_client_queue": [reply.latency + reply.queue_time for reply in succeeded],
     }
 
 
@@ -104,14 +104,14 @@ def _summary(metric: str, seconds: list[float], percentiles: Sequence[float]) ->
     return {f"{name}_{metric}_ms": float(value) for name, value in summary.items()}
 
 
-def _peaks(good: Sequence[Reply]) -> tuple[float, int]:
+def _peaks(succeeded: Sequence[Reply]) -> tuple[float, int]:
     """Most pieces in one second, and most requests open in one, counted from the first request on."""
-    if not good:
+    if not succeeded:
         return 0.0, 0
-    first = min(reply.start_time for reply in good)
-    num_seconds = math.ceil(max(reply.start_time + reply.latency for reply in good) - first) + 1
+    first = min(reply.start_time for reply in succeeded)
+    num_seconds = math.ceil(max(reply.start_time + reply.latency for reply in succeeded) - first) + 1
     pieces, requests = np.zeros(num_seconds), np.zeros(num_seconds, int)
-    for reply in good:
+    for reply in succeeded:
         start = reply.start_time - first
         arrivals = start + np.cumsum([reply.ttft, *reply.itl])
         pieces += np.bincount(arrivals.astype(int), minlength=num_seconds)[:num_seconds]

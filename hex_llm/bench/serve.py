@@ -127,7 +127,7 @@ def find_server(args: argparse.Namespace) -> Server:
     ports = USUAL_PORTS if args.port is None else (args.port,)
     urls = [args.base_url] if args.base_url else [f"http://{host}:{port}" for port in ports]
     servers = [server_at(url, args) for url in urls]
-    return next((server for server in servers[:-1] if server.is_reachable()), servers[-1])
+    return next((server for server in servers if server.is_reachable()), servers[0])
 
 
 def prepare(args: argparse.Namespace, server: Server) -> Bench:

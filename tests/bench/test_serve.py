@@ -270,6 +270,7 @@ def test_requests_that_fail_among_others_are_named(url: str, capsys: pytest.Capt
         (["--percentile-metrics=itl,x"], 2, "--percentile-metrics: x is none of ttft, "),
         (["--metric-percentiles=101"], 2, "--metric-percentiles: must be from 0 to 100"),
         (["--random-range-ratio=1"], 2, "--random-range-ratio: must be at least 0 and below 1"),
+        (['--random-range-ratio={"input": 0.1}'], 2, "--random-range-ratio: must be at least 0 and below 1"),
         (["--random-range-ratio={"], 2, "--random-range-ratio: invalid range_ratio value: '{'"),
         (["--mix=chat:1,tea:2"], 2, "--mix: tea is no dataset that can be mixed"),
         (["--header", "x"], 2, "--header: must be KEY=VALUE"),
