@@ -49,10 +49,14 @@ def with_dashes(argv: Sequence[str]) -> list[str]:
 # ---- values
 
 
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+def count(text: str, least: int = 0) -> int:
+    if (number := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
     return number
+
+
+def positive(text: str) -> int:
+    return count(text, least=1)
 
 
 def positive_float(text: str) -> float:
@@ -127,26 +131,28 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("dataset").add_argument
     add("--dataset-name", default="random", choices=list(DATASETS), help="what the prompts are")
     add("--dataset-path", help="the file of sharegpt, custom or sonnet")
-    add("--num-prompts", type=int, default=1000, help="requests in all; 0: as many as a custom file has")
-    add("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
+    add("--num-prompts", type=count, default=1000, help="requests in all; 0: as many as a custom file has")
+    add("--seed", type=count, default=0, help="of prompts, lengths and arrivals")
     add("--input-len", type=positive, help="prompt tokens, for any dataset whose prompts are made up")
     add("--output-len", type=positive, help="output tokens, for any dataset")
     add("--random-input-len", type=positive, default=1024)
     add("--random-output-len", type=positive, default=128)
     add("--random-range-ratio", type=range_ratio, default="0.0",
         help='lengths vary by this share of themselves; {"input": 0.2, "output": 0.4} for two')  # fmt: skip
-    add("--random-prefix-len", type=int, default=0, help="tokens that all prompts begin with")
+    add("--random-prefix-len", type=count, default=0, help="tokens that all prompts begin with")
     add("--sharegpt-output-len", type=positive, help="instead of the lengths in the file")
     add("--custom-output-len", type=int, default=256, help="-1: the file's output_tokens")
     add("--sonnet-input-len", type=positive, default=550)
     add("--sonnet-output-len", type=positive, default=150)
-    add("--sonnet-prefix-len", type=int, default=200, help="tokens of lines that all prompts begin with")
+    add("--sonnet-prefix-len", type=count, default=200, help="tokens of lines that all prompts begin with")
     add("--prefix-repetition-prefix-len", type=positive, default=256)
     add("--prefix-repetition-suffix-len", type=positive, default=256)
     add("--prefix-repetition-num-prefixes", type=positive, default=10)
     add("--prefix-repetition-output-len", type=positive, default=128)
     add("--multi-turn-num-conversations", type=positive, default=48, help="that grow at the same time")
-    add("--multi-turn-prefix-len", type=int, default=1500, help="tokens of the system prompt that all share")
+    add(
+        "--multi-turn-prefix-len", type=count, default=1500, help="tokens of the system prompt that all share"
+    )
     add("--length-scale", type=positive_float, default=1.0, help="times the lengths of chat, rag, multi-turn")
     add("--mix", type=mixture, default="chat:0.5,rag:0.2,multi-turn:0.3", help="the shares of a mixture")
     add("--disable-shuffle", action="store_true", help="keep the order of the file")
@@ -199,10 +205,10 @@ def add_traffic_flags(parser: argparse.ArgumentParser) -> None:
     add("--ramp-up-strategy", choices=["linear", "exponential"])
     add("--ramp-up-start-rps", type=positive_float)
     add("--ramp-up-end-rps", type=positive_float)
-    add("--num-warmups", type=int, default=0, help="requests before the measurement")
+    add("--num-warmups", type=count, default=0, help="requests before the measurement")
     add(
         "--ready-check-timeout-sec",
-        type=int,
+        type=count,
         default=0,
         help="wait so long for a first answer; 0: not at all",
     )

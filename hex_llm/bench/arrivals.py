@@ -20,7 +20,7 @@ def arrival_times(num_requests: int, rate: float, args: argparse.Namespace) -> l
     if math.isinf(args.burstiness):
         gaps = 1 / rates
     else:
-        gaps = np.random.RandomState(args.seed).gamma(args.burstiness, 1 / (rates * args.burstiness))
+        gaps = np.random.RandomState(args.seed % 2**32).gamma(args.burstiness, 1 / (rates * args.burstiness))
     times = gaps.cumsum()
     if not args.ramp_up_strategy:
         times *= num_requests / rate / times[-1]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from hex_llm.bench.arguments import Parser, add_dataset_flags, positive, with_dashes
+from hex_llm.bench.arguments import Parser, add_dataset_flags, count, positive, with_dashes
 from hex_llm.bench.backends import Prompt
 from hex_llm.bench.datasets import make_samples
 from hex_llm.bench.samples import Sample, Source
@@ -81,7 +81,7 @@ def latency(argv: Sequence[str]) -> None:
     parser.add_argument("--input-len", type=positive, default=32)
     parser.add_argument("--output-len", type=positive, default=128)
     parser.add_argument("--batch-size", type=positive, default=8)
-    parser.add_argument("--num-iters-warmup", type=int, default=10)
+    parser.add_argument("--num-iters-warmup", type=count, default=10)
     parser.add_argument("--num-iters", type=positive, default=30)
     _add_common(parser)
     args, flags = _parse(parser, argv)
@@ -109,7 +109,7 @@ def latency(argv: Sequence[str]) -> None:
 def throughput(argv: Sequence[str]) -> None:
     parser = Parser("throughput", "Measures tokens a second of many prompts; further flags are the engine's.")
     add_dataset_flags(parser)
-    parser.add_argument("--num-warmups", type=int, default=0, help="prompts before the measurement")
+    parser.add_argument("--num-warmups", type=count, default=0, help="prompts before the measurement")
     _add_common(parser)
     args, flags = _parse(parser, argv)
     if args.dataset_name in ("multi-turn", "mixture"):

@@ -263,7 +263,8 @@ def test_requests_that_fail_among_others_are_named(url: str, capsys: pytest.Capt
     ("argv", "code", "message"),
     [
         (["--request-rat=3"], 2, "--request-rat: unknown flag; did you mean --request_rate?"),
-        (["--num-prompts=x"], 2, "--num-prompts: invalid int value: 'x'"),
+        (["--num-prompts=x"], 2, "--num-prompts: invalid count value: 'x'"),
+        (["--random-prefix-len=-1"], 2, "--random-prefix-len: must be at least 0, not -1"),
         (["--backend=grpc"], 2, "--backend: invalid choice: 'grpc' "),
         (["--request-rate=0"], 2, "--request-rate: must be more than 0, not 0"),
         (["--goodput", "itl:3"], 2, "--goodput: must be ttft, tpot, e2el, a colon and milliseconds"),
