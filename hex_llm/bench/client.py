@@ -9,6 +9,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ import httptools
 
 from hex_llm.errors import HexError, one_line
 
+MAX_FILES = 65_536
 Feed = Callable[[bytes, float], None]
 
 
@@ -81,7 +83,8 @@ class Connection(asyncio.Protocol):
             self._refusal += body
 
     def on_message_complete(self) -> None:
-        self.is_open = self._parser.should_keep_alive()
+        if not self._parser.should_keep_alive():
+            self.close()
         if self._status == 200:
             self._finish(None)
         else:
@@ -104,6 +107,16 @@ def tls_context(insecure: bool) -> ssl.SSLContext:
     return context
 
 
+def allow_connections() -> None:
+    """Raises the limit of open files, for an open loop may have thousands, as far as the system lets it."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource  # there is none on Windows
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        enough = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, most))
+
+
 class HttpClient:
     """Posts JSON to one server over as many connections as there are requests at once."""
 
@@ -124,16 +137,21 @@ class HttpClient:
             f"content-length: {len(body)}\r\n\r\n"
         )
         request = head.encode() + body
-        connection = self._kept()
+        kept = self._kept()
         try:
-            if connection:
-                await connection.post(request, feed)
-        except _Unanswered:  # a server may close a kept connection just when it is used again
-            connection = None
-        if connection is None:
-            connection = await self._connect()
+            await self._post_on(kept or await self._connect(), request, feed)
+        except _Unanswered:
+            if kept is None:
+                raise
+            # A server may close a kept connection just when it is used again.
+            await self._post_on(await self._connect(), request, feed)
+
+    async def _post_on(self, connection: Connection, request: bytes, feed: Feed) -> None:
+        try:
             await connection.post(request, feed)
-        self._idle.append(connection)
+        finally:
+            if connection.is_open:
+                self._idle.append(connection)
 
     def close(self) -> None:
         for connection in self._idle:

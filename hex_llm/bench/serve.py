@@ -15,7 +15,7 @@ from hex_llm.bench import plot, report
 from hex_llm.bench.arguments import client_parser, parse_client
 from hex_llm.bench.arrivals import arrival_times
 from hex_llm.bench.backends import DIALECTS, Dialect, Reply, Settings
-from hex_llm.bench.client import HttpClient
+from hex_llm.bench.client import HttpClient, allow_connections
 from hex_llm.bench.datasets import NEED_TEXT, make_samples
 from hex_llm.bench.load import RETRY_S, Load
 from hex_llm.bench.measures import Result, measure
@@ -58,6 +58,7 @@ class Bench:
 
     def run(self, server: Server, samples: Sequence[Sample], rate: float) -> Result:
         """One run; raises HexError if no request succeeds."""
+        allow_connections()
         with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
             replies, duration, facts = runner.run(self._send(server, samples, rate))
         if not any(reply.success for reply in replies):

@@ -295,3 +295,13 @@ def test_bad_input_is_one_line(
 ) -> None:
     assert bench(url, *argv) == code
     assert error_of(capsys).startswith(message)
+
+
+def test_a_connection_that_is_closed_after_an_answer_is_replaced(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The server says that it keeps connections, and closes each."""
+    body = b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
+    with raw_server(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)) as url:
+        assert bench(url, "--model=m", "--max-concurrency=1", "--skip-tokenizer-init") == 0
+    assert "Successful requests:                     12        \n" in capsys.readouterr().out
