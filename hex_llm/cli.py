@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
+from typing import TypeVar
 
 from hex_llm import __version__
 from hex_llm.errors import ConfigError, HexError, one_line
@@ -20,9 +22,26 @@ USAGE = """usage: hex-llm COMMAND [arguments]
 
 commands:
   serve [MODEL] [flags]   serve a model over HTTP; `hex-llm serve --help` lists the flags
+  bench COMMAND [flags]   measure: serve, latency, throughput, compare
 
   --version               print the version
   --help                  print this"""
+
+BENCH_USAGE = """usage: hex-llm bench COMMAND [flags]
+
+commands, each with a --help of its own:
+  serve        a server under a load; flags, results and JSON are those of `vllm bench serve`
+  compare A B  the same load against two servers by turns, as ratios with their spread
+  latency      how long one batch takes, without a server
+  throughput   tokens a second of many prompts, without a server"""
+# Imported late: a load generator waits for neither jax nor the engine.
+BENCH = {
+    "serve": ("serve", "serve"),
+    "compare": ("compare", "compare"),
+    "latency": ("offline", "latency"),
+    "throughput": ("offline", "throughput"),
+}
+T = TypeVar("T")
 
 
 def serve(argv: Sequence[str]) -> None:
@@ -36,7 +55,24 @@ def serve(argv: Sequence[str]) -> None:
     launch(engine_config, server_config)
 
 
-COMMANDS = {"serve": serve}
+def bench(argv: Sequence[str]) -> None:
+    name, *rest = argv or ["--help"]
+    if name in ("--help", "-h"):
+        print(BENCH_USAGE)
+        return
+    module, function = chosen(name, BENCH)
+    getattr(import_module(f"hex_llm.bench.{module}"), function)(rest)
+
+
+COMMANDS = {"serve": serve, "bench": bench}
+
+
+def chosen(name: str, commands: Mapping[str, T]) -> T:
+    if name in commands:
+        return commands[name]
+    near = get_close_matches(name, commands, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(commands)}"
+    raise ConfigError(f"{one_line(name)}: unknown command; {hint}")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -45,12 +81,8 @@ def run(argv: Sequence[str]) -> None:
         print(USAGE)
     elif command == "--version":
         print(f"hex-llm {__version__}")
-    elif command in COMMANDS:
-        COMMANDS[command](rest)
     else:
-        near = get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(COMMANDS)}"
-        raise ConfigError(f"{one_line(command)}: unknown command; {hint}")
+        chosen(command, COMMANDS)(rest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

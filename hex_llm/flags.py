@@ -139,8 +139,8 @@ def read_flag(token: str, rest: deque[str], given: Given) -> None:
     given.take(spelling, value, label)
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[EngineConfig, ServerConfig]:
-    """The configs that a command line and an environment ask for; ConfigError says what is wrong in them."""
+def read_flags(argv: Sequence[str]) -> Given:
+    """What a command line gives; ConfigError says what is wrong in it."""
     given, rest = Given(), deque(argv)
     while rest:
         token = rest.popleft()
@@ -148,6 +148,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[EngineConfig
             read_flag(token, rest, given)
         else:
             given.take(spellings()["model"], token, "MODEL")
+    return given
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[EngineConfig, ServerConfig]:
+    """The configs that a command line and an environment ask for; ConfigError says what is wrong in them."""
+    given = read_flags(argv)
     given.take_environ(environ, FLAGS)
     engine, server = (
         {flag.name: given.values[flag.name] for flag in flags_of(config) if flag.name in given.values}

@@ -1,27 +1,23 @@
 """Output tokens per second through HTTP, beside those of the same workloads offline, on one GPU.
 
 Run by `python -m tools.bench_gpu_http [names]` from the root. First tools/bench_gpu.py in its own process;
-then `hex-llm serve` with the same shape, flags and compiled programs, and clients in a third process: one
-connection for each request, all at once, prompts as token ids, replies as streams. The tokenizer is made up,
-so that the server turns tokens into text as it would for a real model. --tiny: without a GPU.
+then `hex-llm serve` with the same shape, flags and compiled programs, under `hex-llm bench serve`: all
+requests at once, prompts as token ids. The tokenizer is made up, so that the server turns tokens into text as
+it would for a real model. --tiny: without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import tokenizers
 
@@ -33,7 +29,6 @@ from tools.gpu_common import (
     Workload,
     flags_for,
     run_part,
-    tell,
     tell_rate,
     write_model,
 )
@@ -43,69 +38,26 @@ STOP_S = 30
 LOG = "log"  # of the server, in its model's folder
 
 
-@dataclass
-class Reply:
-    """One stream as it came; it is looked at when all have ended, so that the client holds nothing up."""
-
-    body: bytes
-    parts: list[bytes] = field(default_factory=list)
-    first_s: float = 0.0  # from the start of all to the first event of this one
-
-    def num_tokens(self) -> int:
-        data = b"".join(self.parts)
-        assert data.startswith(b"HTTP/1.1 200 "), data[:1000]
-        assert b"data: [DONE]" in data, data[-1000:]
-        return int(re.findall(rb'"completion_tokens":(\d+)', data)[-1])
-
-    def num_events(self) -> int:
-        return sum(part.count(b"data: ") for part in self.parts) - 2  # the usage, and DONE
-
-
-def bodies(name: str, workload: Workload) -> list[bytes]:
-    fixed = {
-        "max_tokens": workload.num_out,
-        "temperature": workload.temperature,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return [json.dumps({"prompt": ids, **fixed}).encode() for ids in workload.prompts(name)]
-
-
-async def read(address: str, reply: Reply, began: float) -> None:
-    url = urlsplit(address)
-    reader, writer = await asyncio.open_connection(url.hostname, url.port, limit=1 << 20)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(reply.body), reply.body)
-    )
-    while part := await reader.read(1 << 16):
-        if not reply.first_s and b"data: " in part:
-            reply.first_s = time.perf_counter() - began
-        reply.parts.append(part)
-    writer.close()
-
-
-async def read_all(address: str, replies: list[Reply]) -> float:
-    """Seconds."""
-    began = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for reply in replies:
-            group.create_task(read(address, reply, began))
-    return time.perf_counter() - began
-
-
-def drive(address: str, name: str, workload: Workload) -> None:
-    """The clients' process."""
-    replies = [Reply(body) for body in bodies(name, workload)]
-    seconds = asyncio.run(read_all(address, replies))
-    num_tokens = sum(reply.num_tokens() for reply in replies)
+def drive(address: str, name: str, workload: Workload, folder: Path) -> dict[str, float]:
+    """`hex-llm bench serve` in a process of its own; what it has measured."""
+    path = folder / f"{name}.json"
+    flags = [
+        f"--base-url={address}", f"--num-prompts={workload.num_requests}",
+        f"--random-input-len={workload.num_in}", f"--random-output-len={workload.num_out}",
+        f"--temperature={workload.temperature}",
+        "--save-result", "--save-detailed", f"--result-filename={path}", "--disable-tqdm",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "hex_llm.cli", "bench", "serve", *flags]
+    if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
+        return {}
+    result = json.loads(path.read_text())
+    num_tokens = result["total_output_tokens"]
     assert num_tokens == workload.num_requests * workload.num_out, num_tokens
-    tell_rate(name, workload, num_tokens, seconds)
-    first = statistics.median(reply.first_s for reply in replies)
-    tell("first_s", first)
-    each = num_tokens / sum(reply.num_events() for reply in replies)
-    print(f"    first token after {first:.2f} s (median), {each:.2f} tokens in an event", flush=True)
+    tell_rate(name, workload, num_tokens, result["duration"])
+    first_s = result["median_ttft_ms"] / 1000
+    each = num_tokens / sum(1 + len(gaps) for gaps in result["itls"])
+    print(f"    first token after {first_s:.2f} s (median), {each:.2f} tokens in an event", flush=True)
+    return {"rate": result["output_throughput"], "first_s": first_s}
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -159,19 +111,19 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     more = ["--skip_tokenizer_init"] if options.no_tokenizer else []
     if not options.no_tokenizer:
         write_tokenizer(model)
-    client = [sys.executable, "-m", "tools.bench_gpu_http", *tiny, "--client"]
+    workloads = {name: {**WORKLOADS, "first": FIRST}[name].scaled(options.tiny) for name in ["first", *names]}
     with server(model, cache, options.tiny, [*more, *options.serve]) as address:
-        found = {name: run_part([*client, address, name]) for name in ["first", *names]}
-    if not all(found.values()):
+        served = {name: drive(address, name, workload, folder) for name, workload in workloads.items()}
+    if not all(served.values()):
         print(f"the server's log:\n{(model / LOG).read_text()[-3000:]}")
     print("| workload (tokens in / out) | HTTP, output tok/s | offline | ratio | first token, median |")
     print("|---|---|---|---|---|")
     for name in names:
-        over, plain = found[name].get(name), offline.get(name)
+        over, plain = served[name].get("rate"), offline.get(name)
         ratio = f"{over / plain:.2f}" if over and plain else "–"
         shown = [f"{rate:,.0f}" if rate else "–" for rate in (over, plain)]
-        first = found[name].get("first_s", 0)
-        print(f"| {WORKLOADS[name].scaled(options.tiny)} | {' | '.join(shown)} | {ratio} | {first:.2f} s |")
+        first = served[name].get("first_s", 0)
+        print(f"| {workloads[name]} | {' | '.join(shown)} | {ratio} | {first:.2f} s |")
 
 
 def main() -> None:
@@ -182,12 +134,7 @@ def main() -> None:
     parser.add_argument("--no-tokenizer", action="store_true", help="token ids come back, no text")
     parser.add_argument("--serve", action="append", default=[], help="a further flag of the server's")
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens")
-    parser.add_argument("--client", metavar="ADDRESS", help="be the clients of a server that runs there")
     options = parser.parse_args()
-    if options.client:
-        for name in options.names:
-            drive(options.client, name, {**WORKLOADS, "first": FIRST}[name].scaled(options.tiny))
-        return
     with tempfile.TemporaryDirectory() as folder:
         measure(options, Path(folder))
 
