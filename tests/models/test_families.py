@@ -24,7 +24,7 @@ NUM_TOKENS = 64
 NUM_COMPARED = 32
 TOLERANCE = 1e-4
 BY_NAME = {tiny.name: tiny for tiny in FAMILIES}
-# Parameters of the same shapes, divided alike among devices: they differ from the other in rope, masks, depth.
+# Their parameters have the shapes and the division of the other's: only rope, masks or depth differ.
 SPLIT_LIKE = {
     "llama3.1": "llama3",
     "llama-guard-3": "phi4-reasoning",
