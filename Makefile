@@ -13,14 +13,17 @@ INSTALL_CHROMIUM = command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! c
 	>/dev/null 2>&1 || true
 # What a laptop needs: the shapes that these allow compile in under a minute.
 SERVE_FLAGS ?= --max_decode_seqs=8 --max_model_len=2048
+# Tiny models are compiled far longer than they run: most of a fast run would go to optimizing their programs.
+COMPILE_FAST := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 \
+	--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
 
 .PHONY: serve test check test-all bench bench-load tpu-compile format clean
 
 serve: $(SERVER)  ## fetch the embedded default model and serve it; ARGS="--port=8000 …" adds flags
 	$(BIN)/hex-llm serve $(SERVE_FLAGS) $(ARGS)
 
-test: check  ## the checks and every fast test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not accelerator" $(ARGS)
+test: check  ## the checks and every fast test, compiled without optimizations
+	XLA_FLAGS="$(COMPILE_FAST)" $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not accelerator" $(ARGS)
 
 check: $(TESTS)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
@@ -28,7 +31,7 @@ check: $(TESTS)  ## format, lint, types, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test-all: check  ## also the slow tests and, where there is one, those for the accelerator
+test-all: check  ## also the slow tests, all with programs as users get them, and, where there is one, those for the accelerator
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: bench-load  ## how fast we are beside Hugging Face transformers, in one run on this machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from hex_llm import LLM, SamplingParams
 from hex_llm.engine.engine import Engine
 from hex_llm.execution.batch import StepShape
 from hex_llm.models import decoder
+from hex_llm.models.families import model_spec
+from hex_llm.models.params import declared
 from hex_llm.types import Request
 from tests.engine.driving import drive
 from tests.tiny import FAMILIES, Tiny, greedy
@@ -20,6 +23,35 @@ from tests.tiny import FAMILIES, Tiny, greedy
 NUM_TOKENS = 64
 NUM_COMPARED = 32
 TOLERANCE = 1e-4
+BY_NAME = {tiny.name: tiny for tiny in FAMILIES}
+# Their parameters have the shapes and the division of the other's: only rope, masks or depth differ.
+SPLIT_LIKE = {
+    "llama3.1": "llama3",
+    "llama-guard-3": "phi4-reasoning",
+    "codellama": "llama3",
+    "llama-linear": "llama3",
+    "llama-dynamic-short": "llama3",
+    "llama-dynamic-long": "llama3",
+    "llama-dynamic-growing": "llama3",
+    "gemma2-9b": "gemma2-2b",
+    "mistral-v0.2": "llama3",
+    "phi3-mini-128k-short": "phi3-mini-4k",
+    "phi3-mini-128k-long": "phi3-mini-4k",
+    "phi3-mini-128k-growing": "phi3-mini-4k",
+    "phi3-medium-128k": "phi4-reasoning",
+    "phi4": "phi3-medium-4k",
+    "phi3-partial-rotary": "phi3-medium-4k",
+    "qwen2-window": "qwen2.5-window-off",
+    "qwen2.5-yarn": "qwen2.5-window-off",
+    "llama4-scout-vision": "llama4-scout",
+}
+
+
+def shards(tiny: Tiny) -> set[tuple[tuple[int, ...], tuple[str | None, ...]]]:
+    """The shapes and logical axes of the parameters."""
+    config = {**tiny.config().to_dict(), "architectures": [tiny.architecture]}
+    params, _ = declared(model_spec(config).split_over(tiny.devices))
+    return {(param.shape, param.axes) for param in params}
 
 
 def judge(tiny: Tiny, folder: Path) -> tuple[np.ndarray, np.ndarray, list[int]]:
@@ -55,14 +87,13 @@ def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.n
     return np.asarray(prompt_logits), np.stack(choices)
 
 
-@pytest.mark.parametrize("tiny", FAMILIES, ids=lambda t: t.name)
-def test_family_equals_transformers(tiny: Tiny, tmp_path: Path) -> None:
-    prompt_logits, decoded, tokens = judge(tiny, tmp_path)
+def check(tiny: Tiny, folder: Path, device_counts: Iterable[int]) -> None:
+    prompt_logits, decoded, tokens = judge(tiny, folder)
     assert len(set(tokens)) > 8, "the judge repeats itself: this test would prove little"
     prompt = tiny.prompt()
-    for devices in (1, tiny.devices):
+    for devices in device_counts:
         llm = LLM(
-            model=tmp_path,
+            model=folder,
             dtype="float32",
             max_model_len=256,
             num_blocks=128,
@@ -75,3 +106,20 @@ def test_family_equals_transformers(tiny: Tiny, tmp_path: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         out = llm.generate(prompt_token_ids=[prompt], sampling_params=params, use_tqdm=False)
         assert out[0].outputs[0].token_ids == tokens
+
+
+@pytest.mark.parametrize("tiny", FAMILIES, ids=lambda t: t.name)
+def test_family_equals_transformers(tiny: Tiny, tmp_path: Path) -> None:
+    check(tiny, tmp_path, [1] if tiny.name in SPLIT_LIKE else [1, tiny.devices])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLIT_LIKE)
+def test_those_split_like_others_on_several_devices(name: str, tmp_path: Path) -> None:
+    check(BY_NAME[name], tmp_path, [BY_NAME[name].devices])
+
+
+@pytest.mark.parametrize(("name", "other"), SPLIT_LIKE.items())
+def test_they_are_split_like_others(name: str, other: str) -> None:
+    assert other not in SPLIT_LIKE
+    assert shards(BY_NAME[name]) == shards(BY_NAME[other])
