@@ -2,59 +2,88 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
+import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
+import numpy as np
 from tqdm import tqdm
 
-from hex_llm.bench.backends import Dialect, PieceReader, Prompt, Reply, Settings
-from hex_llm.bench.client import HttpClient, Refused
-from hex_llm.bench.samples import Sample
+from hex_llm.bench.backends import DIALECTS, SAMPLING, PieceReader, Prompt, Reply
+from hex_llm.bench.client import Refused, Server
+from hex_llm.bench.datasets import Sample
 from hex_llm.errors import HexError
 
-RETRY_S = 1.0
+
+def arrival_times(num_requests: int, rate: float, args: argparse.Namespace) -> list[float]:
+    """Seconds from the start, of each request; the same as vLLM's for the same seed.
+
+    Without a ramp the times are stretched to what so many requests take at this rate, so that two seeds make
+    the same throughput.
+    """
+    rates, progress = np.full(num_requests, rate), np.linspace(0, 1, num_requests)
+    start, end = args.ramp_up_start_rps, args.ramp_up_end_rps
+    if args.ramp_up_strategy == "linear":
+        rates = start + (end - start) * progress
+    elif args.ramp_up_strategy == "exponential":
+        rates = start * (end / start) ** progress
+    if math.isinf(rates[0]):
+        return [0.0] * num_requests
+    gaps = 1 / rates
+    if not math.isinf(args.burstiness):
+        gaps = np.random.RandomState(args.seed % 2**32).gamma(args.burstiness, gaps / args.burstiness)
+    times = gaps.cumsum()
+    if not args.ramp_up_strategy:
+        times *= num_requests / rate / times[-1]
+    return [float(time) for time in times]
 
 
 @dataclass
 class Load:
-    """One run of some samples against one server. Not to be used again."""
+    """Some samples against one server, as the flags say. Not to be used again."""
 
-    client: HttpClient
-    dialect: Dialect
-    path: str
-    settings: Settings
-    max_concurrency: int | None = None
-    request_id_prefix: str = ""
-    show_progress: bool = False
+    server: Server
+    args: argparse.Namespace
+    model: str
+    samples: Sequence[Sample]
     _replies: dict[Sample, asyncio.Task[Reply]] = field(default_factory=dict)
     _turns: dict[Sample, list[Prompt]] = field(default_factory=dict)
 
-    async def wait_until_ready(self, sample: Sample, timeout_s: float) -> None:
-        """Until the server has answered once; raises HexError."""
-        deadline = time.perf_counter() + timeout_s
-        while not (reply := await self._ask(sample, "ready", nullcontext())).success:
-            if time.perf_counter() > deadline:
-                raise HexError(f"no answer within {timeout_s:g} s; the last try: {reply.error}")
-            await asyncio.sleep(RETRY_S)
+    def __post_init__(self) -> None:
+        args, dialect = self.args, DIALECTS[self.args.backend]
+        self._dialect, self._path = dialect, args.endpoint or dialect.path
+        self._params = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+        if args.ignore_eos:
+            self._params["ignore_eos"] = True
+        if dialect.takes_ids and any(sample.follows for sample in self.samples):
+            # The next turn continues with the answer's own tokens.
+            self._params["return_token_ids"] = True
+        self._params |= args.extra_body
 
-    async def warm_up(self, sample: Sample, num_requests: int) -> None:
-        limit = self._limit()
-        await asyncio.gather(*(self._ask(sample, f"warmup-{i}", limit) for i in range(num_requests)))
+    async def check_ready(self) -> None:
+        """Raises HexError if the server does not answer the first sample."""
+        if not (reply := await self._ask(self.samples[0], "ready", nullcontext())).success:
+            patience_s = self.args.ready_check_timeout_sec
+            raise HexError(f"no answer within {patience_s:g} s; the last try: {reply.error}")
 
-    async def run(self, samples: Sequence[Sample], times: Sequence[float]) -> tuple[list[Reply], float]:
+    async def warm_up(self) -> None:
+        limit, sample = self._limit(), self.samples[0]
+        await asyncio.gather(*(self._ask(sample, f"warmup-{i}", limit) for i in range(self.args.num_warmups)))
+
+    async def run(self, times: Sequence[float]) -> tuple[list[Reply], float]:
         """The replies, in the order of the samples, and the seconds from first to last."""
         gc.collect()
         gc.freeze()  # prompts are many objects, and a collection would hold all streams up
         limit, start = self._limit(), time.perf_counter()
-        with tqdm(total=len(samples), file=sys.stderr, disable=not self.show_progress) as bar:
-            for i, (sample, due) in enumerate(zip(samples, times, strict=True)):
+        with tqdm(total=len(self.samples), file=sys.stderr, disable=self.args.disable_tqdm) as bar:
+            for i, (sample, due) in enumerate(zip(self.samples, times, strict=True)):
                 if (wait := start + due - time.perf_counter()) > 0:
                     await asyncio.sleep(wait)
                 task = asyncio.create_task(self._ask(sample, str(i), limit))
@@ -64,18 +93,19 @@ class Load:
         gc.unfreeze()
         return replies, time.perf_counter() - start
 
-    def _limit(self) -> AbstractAsyncContextManager[Any]:
-        return asyncio.Semaphore(self.max_concurrency) if self.max_concurrency else nullcontext()
+    def _limit(self) -> Any:
+        return asyncio.Semaphore(self.args.max_concurrency) if self.args.max_concurrency else nullcontext()
 
-    async def _ask(self, sample: Sample, name: str, limit: AbstractAsyncContextManager[Any]) -> Reply:
+    async def _ask(self, sample: Sample, name: str, limit: Any) -> Reply:
         turns, reply = await self._continued(sample)
-        body = msgspec.json.encode(self.dialect.payload(turns, sample.output_len, self.settings))
-        reader = PieceReader(self.dialect, reply)
+        payload = self._dialect.payload(turns, sample.output_len, self.model, self._params)
+        reader = PieceReader(self._dialect, reply)
         arrived = time.perf_counter()
         async with limit:
             reply.start_time = time.perf_counter()
             try:
-                await self.client.post(self.path, body, reader.feed, self.request_id_prefix + name)
+                request_id = self.args.request_id_prefix + name
+                await self.server.post(self._path, payload, reader.feed, request_id)
             except (Refused, OSError) as error:
                 reply.error = str(error) or type(error).__name__
         reader.end()
@@ -86,16 +116,13 @@ class Load:
 
     async def _continued(self, sample: Sample) -> tuple[list[Prompt], Reply]:
         """The conversation up to this sample, once the answer before it is there; and an empty reply."""
-        if (previous := sample.follows) is None:
-            turns, reply = [sample.prompt], Reply(sample.prompt_len)
-        else:
-            answered, wants_ids = await self._replies[previous], self.settings.wants_token_ids
-            if answered.success and wants_ids and not answered.token_ids:
+        turns, prompt_len = [sample.prompt], sample.prompt_len
+        if previous := sample.follows:
+            answered, takes_ids = await self._replies[previous], self._dialect.takes_ids
+            if answered.success and takes_ids and not answered.token_ids:
                 raise HexError("the server tells no token ids to continue with; use --backend openai-chat")
-            answer = answered.token_ids if wants_ids else answered.text
+            answer = answered.token_ids if takes_ids else answered.text
             turns = [*self._turns[previous], answer, sample.prompt]
-            reply = Reply(
-                answered.prompt_len + (answered.output_tokens or len(answered.texts)) + sample.prompt_len
-            )
+            prompt_len += answered.prompt_len + (answered.output_tokens or len(answered.texts))
         self._turns[sample] = turns
-        return turns, reply
+        return turns, Reply(prompt_len)
