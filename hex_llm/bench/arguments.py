@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
@@ -34,10 +35,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """And what is no flag of this command; in names of flags, `_` is as good as `-`."""
-        tokens = [token.partition("=") for token in argv]
-        names = (name.replace("_", "-") if name.startswith("--") else name for name, _, _ in tokens)
         return self.parse_known_args(
-            [name + eq + value for name, (_, eq, value) in zip(names, tokens, strict=True)]
+            [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), token) for token in argv]
         )
 
     def error(self, message: str) -> NoReturn:
@@ -74,12 +73,10 @@ def percentiles(text: str) -> list[float]:
     return checked(numbers, all(0 <= one <= 100 for one in numbers), f"must be from 0 to 100, not {text}")
 
 
-def metric(text: str) -> str:
-    return checked(text, text in METRICS, f"{one_line(text)} is none of {', '.join(METRICS)}")
-
-
 def metrics(text: str) -> list[str]:
-    return [metric(name) for name in text.split(",")]
+    names = text.split(",")
+    strange = [one_line(name) for name in names if name not in METRICS]
+    return checked(names, not strange, f"{', '.join(strange)} is none of {', '.join(METRICS)}")
 
 
 def objective(text: str) -> tuple[str, float]:
@@ -122,6 +119,11 @@ def json_object(text: str) -> dict[str, Any]:
 SWITCH = {"action": "store_true"}
 PAIRS = {"type": pair, "nargs": "*", "metavar": "KEY=VALUE"}
 
+LENGTHS = {
+    "random-input-len": 1024, "random-output-len": 128, "sonnet-input-len": 550, "sonnet-output-len": 150,
+    "prefix-repetition-prefix-len": 256, "prefix-repetition-suffix-len": 256,
+    "prefix-repetition-num-prefixes": 10, "prefix-repetition-output-len": 128,
+}  # fmt: skip
 DATASET_FLAGS: list[Flag] = [
     ("dataset-name", {"choices": list(DATASETS)}, "random", "what the prompts are"),
     ("dataset-path", str, None, "the file of sharegpt, custom or sonnet"),
@@ -129,19 +131,12 @@ DATASET_FLAGS: list[Flag] = [
     ("seed", count, 0, "of prompts, lengths and arrivals"),
     ("input-len", positive, None, "prompt tokens, for any dataset whose prompts are made up"),
     ("output-len", positive, None, "output tokens, for any dataset"),
-    ("random-input-len", positive, 1024, ""),
-    ("random-output-len", positive, 128, ""),
+    *((name, positive, default, "") for name, default in LENGTHS.items()),
     ("random-range-ratio", range_ratio, "0.0", 'of lengths; {"input": 0.2, "output": 0.4} for two'),
     ("random-prefix-len", count, 0, "tokens that all prompts begin with"),
     ("sharegpt-output-len", positive, None, "instead of the lengths in the file"),
     ("custom-output-len", int, 256, "-1: the file's output_tokens"),
-    ("sonnet-input-len", positive, 550, ""),
-    ("sonnet-output-len", positive, 150, ""),
     ("sonnet-prefix-len", count, 200, "tokens of lines that all prompts begin with"),
-    ("prefix-repetition-prefix-len", positive, 256, ""),
-    ("prefix-repetition-suffix-len", positive, 256, ""),
-    ("prefix-repetition-num-prefixes", positive, 10, ""),
-    ("prefix-repetition-output-len", positive, 128, ""),
     ("multi-turn-num-conversations", positive, 48, "that grow at the same time"),
     ("multi-turn-prefix-len", count, 1500, "tokens of the system prompt that all share"),
     ("length-scale", positive_float, 1.0, "times the lengths of chat, rag, multi-turn"),
@@ -150,60 +145,65 @@ DATASET_FLAGS: list[Flag] = [
     ("no-oversample", SWITCH, False, "a file with too few prompts is not drawn from twice"),
     ("skip-chat-template", SWITCH, False, "custom prompts are sent as they are"),
 ]
-SERVER_FLAGS: list[Flag] = [
-    ("backend", {"choices": list(DIALECTS)}, "openai", "the API to speak"),
-    ("base-url", str, None, "instead of host and port"),
-    ("host", str, "127.0.0.1", ""),
-    ("port", int, None, "default: 7080, or vLLM's 8000 if nobody listens there"),
-    ("endpoint", str, None, "the path; default: the backend's own"),
-    ("header", PAIRS, [], ""),
-    ("insecure", SWITCH, False, "do not check certificates"),
-    ("model", str, None, "default: the first that the server names"),
-    ("served-model-name", str, None, "the name to send, if it is not --model"),
-    ("tokenizer", str, None, "a folder or a Hugging Face name; default: the server's own"),
-    ("tokenizer-mode", {"choices": ["auto", "slow"]}, "auto", ""),
-    ("trust-remote-code", SWITCH, False, "taken and without effect: no model's code is run"),
-    ("skip-tokenizer-init", SWITCH, False, "do without a tokenizer"),
-    ("request-id-prefix", str, f"bench-{uuid.uuid4().hex[:8]}-", ""),
-]
-SAMPLING_FLAGS: list[Flag] = [
-    *((name.replace("_", "-"), kind, None, "") for name, kind in SAMPLING.items()),
-    ("ignore-eos", SWITCH, False, "every answer has its full length; made-up prompts imply it"),
-    ("extra-body", json_object, {}, "JSON, added to each request"),
-]
-TRAFFIC_FLAGS: list[Flag] = [
-    ("request-rate", rates, "inf", "requests a second; a list: one run for each"),
-    ("burstiness", positive_float, 1.0, "1: Poisson; less: burstier; inf: steady"),
-    ("max-concurrency", positive, None, "requests at the same time; others wait in the client"),
-    ("ramp-up-strategy", {"choices": ["linear", "exponential"]}, None, ""),
-    ("ramp-up-start-rps", positive_float, None, ""),
-    ("ramp-up-end-rps", positive_float, None, ""),
-    ("num-warmups", count, 0, "requests before the measurement"),
-    ("ready-check-timeout-sec", count, 0, "wait so long for a first answer; 0: not at all"),
-]
-RESULT_FLAGS: list[Flag] = [
-    ("percentile-metrics", metrics, "ttft,tpot,itl", f"of {', '.join(METRICS)}"),
-    ("metric-percentiles", percentiles, "99", ""),
-    ("goodput", {"type": objective, "nargs": "+", "metavar": "NAME:MS"}, [], "what a good request keeps to"),
-    ("save-result", SWITCH, False, "write a JSON file"),
-    ("save-detailed", SWITCH, False, "with what came of each request"),
-    ("append-result", SWITCH, False, "add a line to the file"),
-    ("result-dir", str, ".", ""),
-    ("result-filename", str, None, "default: made of label, rate, model and time"),
-    ("label", str, None, "default: the backend"),
-    ("metadata", PAIRS, [], "written into the file"),
-    ("plot", str, None, "a PNG file for TTFT and TPOT over the request rate"),
-    ("disable-tqdm", SWITCH, False, "no progress bar"),
-]
+CLIENT_FLAGS: dict[str, list[Flag]] = {
+    "server": [
+        ("backend", {"choices": list(DIALECTS)}, "openai", "the API to speak"),
+        ("base-url", str, None, "instead of host and port"),
+        ("host", str, "127.0.0.1", ""),
+        ("port", int, None, "default: 7080, or vLLM's 8000 if nobody listens there"),
+        ("endpoint", str, None, "the path; default: the backend's own"),
+        ("header", PAIRS, [], ""),
+        ("insecure", SWITCH, False, "do not check certificates"),
+        ("model", str, None, "default: the first that the server names"),
+        ("served-model-name", str, None, "the name to send, if it is not --model"),
+        ("tokenizer", str, None, "a folder or a Hugging Face name; default: the server's own"),
+        ("tokenizer-mode", {"choices": ["auto", "slow"]}, "auto", ""),
+        ("trust-remote-code", SWITCH, False, "taken and without effect: no model's code is run"),
+        ("skip-tokenizer-init", SWITCH, False, "do without a tokenizer"),
+        ("request-id-prefix", str, f"bench-{uuid.uuid4().hex[:8]}-", ""),
+    ],
+    "dataset": DATASET_FLAGS,
+    "sampling; what is not given is the server's to choose": [
+        *((name.replace("_", "-"), kind, None, "") for name, kind in SAMPLING.items()),
+        ("ignore-eos", SWITCH, False, "every answer has its full length; made-up prompts imply it"),
+        ("extra-body", json_object, {}, "JSON, added to each request"),
+    ],
+    "traffic": [
+        ("request-rate", rates, "inf", "requests a second; a list: one run for each"),
+        ("burstiness", positive_float, 1.0, "1: Poisson; less: burstier; inf: steady"),
+        ("max-concurrency", positive, None, "requests at the same time; others wait in the client"),
+        ("ramp-up-strategy", {"choices": ["linear", "exponential"]}, None, ""),
+        ("ramp-up-start-rps", positive_float, None, ""),
+        ("ramp-up-end-rps", positive_float, None, ""),
+        ("num-warmups", count, 0, "requests before the measurement"),
+        ("ready-check-timeout-sec", count, 0, "wait so long for a first answer; 0: not at all"),
+    ],
+    "results": [
+        ("percentile-metrics", metrics, "ttft,tpot,itl", f"of {', '.join(METRICS)}"),
+        ("metric-percentiles", percentiles, "99", ""),
+        (
+            "goodput",
+            {"type": objective, "nargs": "+", "metavar": "NAME:MS"},
+            [],
+            "what a good request keeps to",
+        ),
+        ("save-result", SWITCH, False, "write a JSON file"),
+        ("save-detailed", SWITCH, False, "with what came of each request"),
+        ("append-result", SWITCH, False, "add a line to the file"),
+        ("result-dir", str, ".", ""),
+        ("result-filename", str, None, "default: made of label, rate, model and time"),
+        ("label", str, None, "default: the backend"),
+        ("metadata", PAIRS, [], "written into the file"),
+        ("plot", str, None, "a PNG file for TTFT and TPOT over the request rate"),
+        ("disable-tqdm", SWITCH, False, "no progress bar"),
+    ],
+}
 
 
 def client_parser(command: str, about: str, arguments: str = "[flags]") -> Parser:
     parser = Parser(command, about, arguments)
-    parser.add_flags("server", SERVER_FLAGS)
-    parser.add_flags("dataset", DATASET_FLAGS)
-    parser.add_flags("sampling; what is not given is the server's to choose", SAMPLING_FLAGS)
-    parser.add_flags("traffic", TRAFFIC_FLAGS)
-    parser.add_flags("results", RESULT_FLAGS)
+    for title, flags in CLIENT_FLAGS.items():
+        parser.add_flags(title, flags)
     return parser
 
 

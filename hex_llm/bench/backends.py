@@ -38,6 +38,7 @@ class Reply:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # where they were asked for
     error: str = ""
+    turns: list[Prompt] = field(default_factory=list)  # the conversation up to here: prompts and answers
 
     @property
     def success(self) -> bool:

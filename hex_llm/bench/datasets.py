@@ -271,15 +271,9 @@ def sonnet(source: Source, num: int) -> list[Sample]:
 
 
 DATASETS: dict[str, Callable[[Source, int], list[Sample]]] = {
-    "random": random_prompts,
-    "sharegpt": sharegpt,
-    "sonnet": sonnet,
-    "custom": custom,
-    "prefix_repetition": prefix_repetition,
-    "chat": chat,
-    "rag": rag,
-    "multi-turn": multi_turn,
+    "random": random_prompts, "sharegpt": sharegpt, "sonnet": sonnet, "custom": custom,
+    "prefix_repetition": prefix_repetition, "chat": chat, "rag": rag, "multi-turn": multi_turn,
     "mixture": mixture,
-}
+}  # fmt: skip
 WHOLE_ANSWERS = ("random", "chat", "rag", "multi-turn", "mixture")  # imply --ignore-eos
 NEED_TEXT = ("sharegpt", "sonnet", "custom")

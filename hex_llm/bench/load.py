@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from hex_llm.bench.backends import DIALECTS, SAMPLING, PieceReader, Prompt, Reply
+from hex_llm.bench.backends import DIALECTS, SAMPLING, PieceReader, Reply
 from hex_llm.bench.client import Refused, Server
 from hex_llm.bench.datasets import Sample
 from hex_llm.errors import HexError
@@ -54,7 +54,6 @@ class Load:
     model: str
     samples: Sequence[Sample]
     _replies: dict[Sample, asyncio.Task[Reply]] = field(default_factory=dict)
-    _turns: dict[Sample, list[Prompt]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         args, dialect = self.args, DIALECTS[self.args.backend]
@@ -97,8 +96,8 @@ class Load:
         return asyncio.Semaphore(self.args.max_concurrency) if self.args.max_concurrency else nullcontext()
 
     async def _ask(self, sample: Sample, name: str, limit: Any) -> Reply:
-        turns, reply = await self._continued(sample)
-        payload = self._dialect.payload(turns, sample.output_len, self.model, self._params)
+        reply = await self._begun(sample)
+        payload = self._dialect.payload(reply.turns, sample.output_len, self.model, self._params)
         reader = PieceReader(self._dialect, reply)
         arrived = time.perf_counter()
         async with limit:
@@ -114,15 +113,13 @@ class Load:
             reply.error = "the answer holds no token"
         return reply
 
-    async def _continued(self, sample: Sample) -> tuple[list[Prompt], Reply]:
-        """The conversation up to this sample, once the answer before it is there; and an empty reply."""
-        turns, prompt_len = [sample.prompt], sample.prompt_len
-        if previous := sample.follows:
-            answered, takes_ids = await self._replies[previous], self._dialect.takes_ids
-            if answered.success and takes_ids and not answered.token_ids:
-                raise HexError("the server tells no token ids to continue with; use --backend openai-chat")
-            answer = answered.token_ids if takes_ids else answered.text
-            turns = [*self._turns[previous], answer, sample.prompt]
-            prompt_len += answered.prompt_len + (answered.output_tokens or len(answered.texts))
-        self._turns[sample] = turns
-        return turns, Reply(prompt_len)
+    async def _begun(self, sample: Sample) -> Reply:
+        """An empty reply with the conversation up to this sample, once the answer before it is there."""
+        if (previous := sample.follows) is None:
+            return Reply(sample.prompt_len, turns=[sample.prompt])
+        answered, takes_ids = await self._replies[previous], self._dialect.takes_ids
+        if answered.success and takes_ids and not answered.token_ids:
+            raise HexError("the server tells no token ids to continue with; use --backend openai-chat")
+        answer = answered.token_ids if takes_ids else answered.text
+        num_before = answered.prompt_len + (answered.output_tokens or len(answered.texts))
+        return Reply(num_before + sample.prompt_len, turns=[*answered.turns, answer, sample.prompt])

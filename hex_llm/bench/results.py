@@ -47,21 +47,20 @@ METRICS = {
     "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
     "e2el_including_client_queue": ("E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency"),
 }
-SERVER_SIDE = {  # ours: vLLM's block ends before. A counter of /metrics, and those whose sum it is a share of
-    "engine_steps": ("engine_steps_total",),
-    "padding_tokens": ("padding_tokens_total",),
-    "padding_share": ("padding_tokens_total", "padding_tokens_total", "iteration_tokens_total_sum"),
-    "late_compiles": ("late_compiles_total",),
-    "preemptions": ("num_preemptions_total",),
-    "prefix_cache_hit_rate": ("prefix_cache_hits_total", "prefix_cache_queries_total"),
-    "mean_queue_time_ms": ("request_queue_time_seconds_sum", "request_queue_time_seconds_count"),
-}
-SERVER_TITLES = {
-    "padding_share": "Padding of steps (%):",
-    "late_compiles": "Late compiles:",
-    "prefix_cache_hit_rate": "Prefix cache hits (%):",
-    "preemptions": "Preemptions:",
-    "mean_queue_time_ms": "Mean queue time (ms):",
+PADDING, QUEUE = "padding_tokens_total", "request_queue_time_seconds"
+# Ours: vLLM's block ends before. The title there, if any; a counter of /metrics, and those it is a share of.
+SERVER_SIDE = {
+    "engine_steps": ("", "engine_steps_total"),
+    "padding_tokens": ("", PADDING),
+    "padding_share": ("Padding of steps (%):", PADDING, PADDING, "iteration_tokens_total_sum"),
+    "late_compiles": ("Late compiles:", "late_compiles_total"),
+    "prefix_cache_hit_rate": (
+        "Prefix cache hits (%):",
+        "prefix_cache_hits_total",
+        "prefix_cache_queries_total",
+    ),
+    "preemptions": ("Preemptions:", "num_preemptions_total"),
+    "mean_queue_time_ms": ("Mean queue time (ms):", f"{QUEUE}_sum", f"{QUEUE}_count"),
 }
 PLOTTED = {"ttft": "Time to first token (ms)", "tpot": "Time per output token (ms)"}
 PER_REQUEST = {"latencies": "latency", "queue_times": "queue_time"}
@@ -159,7 +158,7 @@ def server_side(before: Mapping[str, float], after: Mapping[str, float]) -> dict
     """What the server has counted between two looks at its counters, as far as it counts these things."""
     growth = {name.partition(":")[2]: value - before.get(name, 0) for name, value in after.items()}
     facts: dict[str, float] = {}
-    for name, (part, *wholes) in SERVER_SIDE.items():
+    for name, (_, part, *wholes) in SERVER_SIDE.items():
         whole = sum(growth.get(counter, 0) for counter in wholes)
         if part in growth and not wholes:
             facts[name] = int(growth[part])
@@ -180,8 +179,8 @@ def block(result: Result, percentiles: Sequence[float]) -> str:
                 lines.append(_line(f"{number.capitalize()} {name} (ms):", result[f"{number}_{metric}_ms"]))
     if facts := result["server"]:
         lines.append(f"{'Server':-^{WIDTH}}")
-    for name, title in SERVER_TITLES.items():
-        if name in facts:
+    for name, (title, *_) in SERVER_SIDE.items():
+        if title and name in facts:
             lines.append(_line(title, facts[name] * (100 if "(%)" in title else 1)))
     return "\n".join([*lines, "=" * WIDTH])
 
@@ -222,8 +221,13 @@ def check_plot_available() -> None:
         raise ConfigError('--plot: needs matplotlib; pip install "hex-llm[bench]"')
 
 
+def _rate(run: Result) -> float:
+    """All at once has no rate of its own: the one that the server has kept up with stands for it."""
+    return float(run["request_throughput" if run["request_rate"] == "inf" else "request_rate"])
+
+
 def plot(path: str, percentiles: Sequence[float], systems: Mapping[str, Sequence[Result]]) -> None:
-    """TTFT and TPOT over the request rate: one colour for each system: its median, and dashed the highest percentile."""
+    """Over the request rate, one colour for each system: its median, and dashed the highest percentile."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -231,11 +235,7 @@ def plot(path: str, percentiles: Sequence[float], systems: Mapping[str, Sequence
     FigureCanvasAgg(figure)
     for axes, (metric, title) in zip(figure.subplots(1, 2), PLOTTED.items(), strict=True):
         for i, (name, runs) in enumerate(systems.items()):
-            # All at once has no rate of its own: the one that the server has kept up with stands for it.
-            rate_keys = [
-                "request_throughput" if run["request_rate"] == "inf" else "request_rate" for run in runs
-            ]
-            rates = [run[key] for run, key in zip(runs, rate_keys, strict=True)]
+            rates = [_rate(run) for run in runs]
             for number, style in (("median", "-"), (f"p{max(percentiles):g}", "--")):
                 ys = [run[f"{number}_{metric}_ms"] for run in runs]
                 axes.plot(rates, ys, style, marker="o", color=f"C{i}", label=f"{name}, {number}")
