@@ -275,5 +275,6 @@ DATASETS: dict[str, Callable[[Source, int], list[Sample]]] = {
     "prefix_repetition": prefix_repetition, "chat": chat, "rag": rag, "multi-turn": multi_turn,
     "mixture": mixture,
 }  # fmt: skip
-WHOLE_ANSWERS = ("random", "chat", "rag", "multi-turn", "mixture")  # imply --ignore-eos
+IN_TURNS = ("multi-turn", "mixture")
+WHOLE_ANSWERS = ("random", "chat", "rag", *IN_TURNS)  # imply --ignore-eos
 NEED_TEXT = ("sharegpt", "sonnet", "custom")

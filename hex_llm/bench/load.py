@@ -8,18 +8,27 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
+from hex_llm.bench import results
 from hex_llm.bench.backends import DIALECTS, SAMPLING, PieceReader, Reply
-from hex_llm.bench.client import Refused, Server
-from hex_llm.bench.datasets import Sample
+from hex_llm.bench.client import Refused, Server, allow_connections
+from hex_llm.bench.datasets import IN_TURNS, NEED_TEXT, Sample, Source, make_samples
+from hex_llm.bench.tokenizers import SMALLEST_VOCABULARY, find_tokenizer
 from hex_llm.errors import HexError
+
+try:
+    import uvloop as loops
+except ImportError:  # on Windows there is none
+    import asyncio as loops  # type: ignore[no-redef]
+
+RETRY_S = 1.0
+T = TypeVar("T")
 
 
 def arrival_times(num_requests: int, rate: float, args: argparse.Namespace) -> list[float]:
@@ -45,66 +54,115 @@ def arrival_times(num_requests: int, rate: float, args: argparse.Namespace) -> l
     return [float(time) for time in times]
 
 
-@dataclass
+def patiently(ask: Callable[[], T], timeout_s: float) -> T:
+    """Asks again and again until there is an answer, at most so long."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ask()
+        except HexError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
+
+
 class Load:
-    """Some samples against one server, as the flags say. Not to be used again."""
+    """What the flags ask for, in as many runs as are wanted, against any of the servers."""
 
-    server: Server
-    args: argparse.Namespace
-    model: str
-    samples: Sequence[Sample]
-    _replies: dict[Sample, asyncio.Task[Reply]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        args, dialect = self.args, DIALECTS[self.args.backend]
-        self._dialect, self._path = dialect, args.endpoint or dialect.path
+    def __init__(self, args: argparse.Namespace, *servers: Server) -> None:
+        """Asks the first server what must be known before prompts can be made."""
+        if args.plot:
+            results.check_plot_available()
+        self.args, self._dialect = args, DIALECTS[args.backend]
+        for server in servers:
+            patiently(server.connect, args.ready_check_timeout_sec).close()
+        self.model = args.model or patiently(servers[0].first_model, args.ready_check_timeout_sec)
+        required = args.dataset_name in NEED_TEXT or not self._dialect.takes_ids
+        self._tokenizer = find_tokenizer(args, servers[0], self.model, required=required)
+        self._replies: dict[Sample, asyncio.Task[Reply]] = {}
         self._params = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
         if args.ignore_eos:
             self._params["ignore_eos"] = True
-        if dialect.takes_ids and any(sample.follows for sample in self.samples):
+        if args.dataset_name in IN_TURNS and self._dialect.takes_ids:
             # The next turn continues with the answer's own tokens.
             self._params["return_token_ids"] = True
         self._params |= args.extra_body
 
-    async def check_ready(self) -> None:
-        """Raises HexError if the server does not answer the first sample."""
-        if not (reply := await self._ask(self.samples[0], "ready", nullcontext())).success:
+    def samples(self, run: int) -> list[Sample]:
+        """Of the run with this number: made-up prompts are new in each, lest a prefix cache have them."""
+        args = argparse.Namespace(**{**vars(self.args), "seed": self.args.seed + run})
+        vocab_size = self._tokenizer.vocab_size if self._tokenizer else SMALLEST_VOCABULARY
+        samples = make_samples(Source(args, self._tokenizer, self._dialect.takes_ids, vocab_size))
+        if not samples:
+            raise HexError(f"--num-prompts {args.num_prompts}: there is nothing to send")
+        return samples
+
+    def run(self, server: Server, samples: Sequence[Sample], rate: float) -> results.Result:
+        """One run, as its file describes it; raises HexError if no request succeeds."""
+        args, times = self.args, arrival_times(len(samples), rate, self.args)
+        allow_connections()
+        with asyncio.Runner(loop_factory=loops.new_event_loop) as runner, closing(server):
+            if args.ready_check_timeout_sec:
+                patiently(lambda: self._check_ready(runner, server, samples[0]), args.ready_check_timeout_sec)
+            warmups = [samples[0]] * args.num_warmups
+            runner.run(self._send(server, warmups, [0.0] * len(warmups), "warmup-"))
+            before = server.counters()
+            replies, duration = runner.run(self._send(server, samples, times))
+        facts = results.server_side(before, server.counters())
+        if not any(reply.success for reply in replies):
+            raise HexError(f"all {len(replies)} requests failed; the first: {replies[0].error}")
+        for error in list(dict.fromkeys(reply.error for reply in replies if reply.error))[:10]:
+            print(f"failed: {error}", file=sys.stderr)
+        for reply in replies:
+            reply.output_tokens = self._num_output_tokens(reply)
+        return results.measure(replies, duration, args, rate, self.model) | {"server": facts}
+
+    def _num_output_tokens(self, reply: Reply) -> int:
+        """Where the server has not said: by the tokenizer, else a token for each piece."""
+        if not reply.success:
+            return 0
+        if reply.output_tokens or not self._tokenizer:
+            return reply.output_tokens or len(reply.texts)
+        num_special = len(self._tokenizer.encode(""))
+        return len(self._tokenizer.encode(reply.text)) - num_special or len(reply.texts)
+
+    def _check_ready(self, runner: asyncio.Runner, server: Server, sample: Sample) -> None:
+        (reply,), _ = runner.run(self._send(server, [sample], [0.0], "ready-"))
+        if not reply.success:
             patience_s = self.args.ready_check_timeout_sec
             raise HexError(f"no answer within {patience_s:g} s; the last try: {reply.error}")
 
-    async def warm_up(self) -> None:
-        limit, sample = self._limit(), self.samples[0]
-        await asyncio.gather(*(self._ask(sample, f"warmup-{i}", limit) for i in range(self.args.num_warmups)))
-
-    async def run(self, times: Sequence[float]) -> tuple[list[Reply], float]:
+    async def _send(
+        self, server: Server, samples: Sequence[Sample], times: Sequence[float], kind: str = ""
+    ) -> tuple[list[Reply], float]:
         """The replies, in the order of the samples, and the seconds from first to last."""
+        limit = asyncio.Semaphore(self.args.max_concurrency) if self.args.max_concurrency else nullcontext()
         gc.collect()
         gc.freeze()  # prompts are many objects, and a collection would hold all streams up
-        limit, start = self._limit(), time.perf_counter()
-        with tqdm(total=len(self.samples), file=sys.stderr, disable=self.args.disable_tqdm) as bar:
-            for i, (sample, due) in enumerate(zip(self.samples, times, strict=True)):
+        tasks, start = list[asyncio.Task[Reply]](), time.perf_counter()
+        with tqdm(total=len(samples), file=sys.stderr, disable=bool(kind) or self.args.disable_tqdm) as bar:
+            for i, (sample, due) in enumerate(zip(samples, times, strict=True)):
                 if (wait := start + due - time.perf_counter()) > 0:
                     await asyncio.sleep(wait)
-                task = asyncio.create_task(self._ask(sample, str(i), limit))
+                task = asyncio.create_task(self._ask(server, sample, f"{kind}{i}", limit))
                 task.add_done_callback(lambda _: bar.update())
+                tasks.append(task)
                 self._replies[sample] = task
-            replies = await asyncio.gather(*self._replies.values())
+            replies = await asyncio.gather(*tasks)
         gc.unfreeze()
         return replies, time.perf_counter() - start
 
-    def _limit(self) -> Any:
-        return asyncio.Semaphore(self.args.max_concurrency) if self.args.max_concurrency else nullcontext()
-
-    async def _ask(self, sample: Sample, name: str, limit: Any) -> Reply:
-        reply = await self._begun(sample)
-        payload = self._dialect.payload(reply.turns, sample.output_len, self.model, self._params)
-        reader = PieceReader(self._dialect, reply)
-        arrived = time.perf_counter()
+    async def _ask(self, server: Server, sample: Sample, name: str, limit: Any) -> Reply:
+        args, dialect, reply = self.args, self._dialect, await self._begun(sample)
+        payload = dialect.payload(
+            reply.turns, sample.output_len, args.served_model_name or self.model, self._params
+        )
+        reader, arrived = PieceReader(dialect, reply), time.perf_counter()
         async with limit:
             reply.start_time = time.perf_counter()
             try:
-                request_id = self.args.request_id_prefix + name
-                await self.server.post(self._path, payload, reader.feed, request_id)
+                path = args.endpoint or dialect.path
+                await server.post(path, payload, reader.feed, args.request_id_prefix + name)
             except (Refused, OSError) as error:
                 reply.error = str(error) or type(error).__name__
         reader.end()

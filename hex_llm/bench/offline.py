@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from hex_llm.bench.arguments import DATASET_FLAGS, SWITCH, Flag, Parser, count, positive
-from hex_llm.bench.datasets import Sample, Source, make_samples
+from hex_llm.bench.datasets import IN_TURNS, Sample, Source, make_samples
 from hex_llm.errors import ConfigError, HexError
 from hex_llm.flags import read_flags
 from hex_llm.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ def _load(argv: Sequence[str], parser: Parser, **defaults: Any) -> tuple[argpars
     """The arguments, and the engine that they ask for."""
     parser.add_flags("results", COMMON_FLAGS)
     args, rest = parser.parse(argv)
-    if getattr(args, "dataset_name", "") in ("multi-turn", "mixture"):
+    if getattr(args, "dataset_name", "") in IN_TURNS:
         raise ConfigError(f"--dataset-name {args.dataset_name}: only a server can be asked in turns")
     if args.disable_detokenize:
         defaults["skip_tokenizer_init"] = True
