@@ -7,8 +7,8 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from hex_llm.bench.backends import DIALECTS, SAMPLING
 from hex_llm.bench.datasets import DATASETS, WHOLE_ANSWERS
@@ -17,7 +17,6 @@ from hex_llm.errors import ConfigError, one_line
 from hex_llm.flags import unknown
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
-T = TypeVar("T")
 Flag = tuple[str, Any, Any, str]  # name; type, or argparse's options; default; help
 
 
@@ -35,9 +34,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """And what is no flag of this command; in names of flags, `_` is as good as `-`."""
-        return self.parse_known_args(
-            [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), token) for token in argv]
-        )
+        tokens = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), token) for token in argv]
+        return self.parse_known_args(tokens)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(one_line(message.removeprefix("argument ")))
@@ -46,79 +44,71 @@ class Parser(argparse.ArgumentParser):
 # ---- values
 
 
-def checked(value: T, is_right: bool, problem: str) -> T:
-    if not is_right:
-        raise argparse.ArgumentTypeError(problem)
-    return value
+def kind(
+    name: str, read: Callable[[str], Any], is_right: Callable[[Any], bool] | None = None, problem: str = ""
+) -> Callable[[str], Any]:
+    """A type for argparse; in `problem`, {0} is the text and {1} what was read."""
+
+    def parse(text: str) -> Any:
+        value = read(text)
+        if is_right and not is_right(value):
+            raise argparse.ArgumentTypeError(problem.format(text, value))
+        return value
+
+    parse.__name__ = name  # argparse tells it where `read` fails
+    return parse
 
 
-def count(text: str, least: int = 0) -> int:
-    return checked(number := int(text), number >= least, f"must be at least {least}, not {number}")
+def list_of(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [item(one) for one in text.split(",")]
 
 
-def positive(text: str) -> int:
-    return count(text, least=1)
+def named_number(text: str) -> tuple[str, float]:
+    name, _, number = text.partition(":")
+    return name, float(number)
 
 
-def positive_float(text: str) -> float:
-    return checked(number := float(text), number > 0, f"must be more than 0, not {text}")
+def by_input_and_output(text: str) -> tuple[float, float]:
+    numbers = json_object(text) if "{" in text else {"input": text, "output": text}
+    return float(numbers.get("input", "nan")), float(numbers.get("output", "nan"))
 
 
-def rates(text: str) -> list[float]:
-    return [positive_float(one) for one in text.split(",")]
-
-
-def percentiles(text: str) -> list[float]:
-    numbers = [float(one) for one in text.split(",")]
-    return checked(numbers, all(0 <= one <= 100 for one in numbers), f"must be from 0 to 100, not {text}")
-
-
-def metrics(text: str) -> list[str]:
-    names = text.split(",")
-    strange = [one_line(name) for name in names if name not in METRICS]
-    return checked(names, not strange, f"{', '.join(strange)} is none of {', '.join(METRICS)}")
-
-
-def objective(text: str) -> tuple[str, float]:
-    name, _, limit = text.partition(":")
-    is_right = name in OBJECTIVES and float(limit) >= 0
-    return checked(
-        (name, float(limit or 0)), is_right, f"must be {', '.join(OBJECTIVES)}, a colon and milliseconds"
-    )
-
-
-def range_ratio(text: str) -> tuple[float, float]:
-    """Of prompts and of outputs."""
-    by_kind = json_object(text) if "{" in text else {"input": text, "output": text}
-    ratios = float(by_kind.get("input", "nan")), float(by_kind.get("output", "nan"))
-    problem = 'must be at least 0 and below 1, or {"input": …, "output": …} of such'
-    return checked(ratios, all(0 <= ratio < 1 for ratio in ratios), problem)
-
-
-def mixture(text: str) -> dict[str, float]:
-    """The share of each dataset."""
-    parts = dict(one.split(":") for one in text.split(","))
-    for name in parts:
-        checked(
-            name, name in DATASETS and name != "mixture", f"{one_line(name)} is no dataset that can be mixed"
-        )
-    return {name: positive_float(share) for name, share in parts.items()}
-
-
-def pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    return checked((key.strip(), value.strip()), bool(equals), "must be KEY=VALUE")
-
-
-def json_object(text: str) -> dict[str, Any]:
-    return checked(value := json.loads(text), isinstance(value, dict), "must be a JSON object")
-
+count = kind("count", int, lambda number: number >= 0, "must be at least 0, not {0}")
+positive = kind("positive", int, lambda number: number >= 1, "must be at least 1, not {0}")
+positive_float = kind("positive_float", float, lambda number: number > 0, "must be more than 0, not {0}")
+percentile = kind("percentile", float, lambda p: 0 <= p <= 100, "must be from 0 to 100, not {0}")
+metric = kind("metric", str, lambda name: name in METRICS, f"{{0}} is none of {', '.join(METRICS)}")
+json_object = kind("json_object", json.loads, lambda value: isinstance(value, dict), "must be a JSON object")
+range_ratio = kind(
+    "range_ratio",
+    by_input_and_output,
+    lambda ratios: all(0 <= ratio < 1 for ratio in ratios),
+    'must be at least 0 and below 1, or {{"input": …, "output": …}} of such',
+)
+objective = kind(
+    "objective",
+    named_number,
+    lambda limit: limit[0] in OBJECTIVES and limit[1] >= 0,
+    f"must be {', '.join(OBJECTIVES)}, a colon and milliseconds",
+)
+share = kind(
+    "share",
+    named_number,
+    lambda share: share[0] in DATASETS and share[0] != "mixture" and share[1] > 0,
+    "{1[0]} is no dataset that can be mixed, or its share is not above 0",
+)
+pair = kind(
+    "pair",
+    lambda text: [part.strip() for part in text.split("=", 1)],
+    lambda parts: len(parts) == 2,
+    "must be KEY=VALUE",
+)
 
 # ---- flags
 
 SWITCH = {"action": "store_true"}
 PAIRS = {"type": pair, "nargs": "*", "metavar": "KEY=VALUE"}
-
+LIMITS = {"type": objective, "nargs": "+", "metavar": "NAME:MS"}
 LENGTHS = {
     "random-input-len": 1024, "random-output-len": 128, "sonnet-input-len": 550, "sonnet-output-len": 150,
     "prefix-repetition-prefix-len": 256, "prefix-repetition-suffix-len": 256,
@@ -140,7 +130,7 @@ DATASET_FLAGS: list[Flag] = [
     ("multi-turn-num-conversations", positive, 48, "that grow at the same time"),
     ("multi-turn-prefix-len", count, 1500, "tokens of the system prompt that all share"),
     ("length-scale", positive_float, 1.0, "times the lengths of chat, rag, multi-turn"),
-    ("mix", mixture, "chat:0.5,rag:0.2,multi-turn:0.3", "the shares of a mixture"),
+    ("mix", list_of(share), "chat:0.5,rag:0.2,multi-turn:0.3", "the shares of a mixture"),
     ("disable-shuffle", SWITCH, False, "keep the order of the file"),
     ("no-oversample", SWITCH, False, "a file with too few prompts is not drawn from twice"),
     ("skip-chat-template", SWITCH, False, "custom prompts are sent as they are"),
@@ -169,7 +159,7 @@ CLIENT_FLAGS: dict[str, list[Flag]] = {
         ("extra-body", json_object, {}, "JSON, added to each request"),
     ],
     "traffic": [
-        ("request-rate", rates, "inf", "requests a second; a list: one run for each"),
+        ("request-rate", list_of(positive_float), "inf", "requests a second; a list: one run for each"),
         ("burstiness", positive_float, 1.0, "1: Poisson; less: burstier; inf: steady"),
         ("max-concurrency", positive, None, "requests at the same time; others wait in the client"),
         ("ramp-up-strategy", {"choices": ["linear", "exponential"]}, None, ""),
@@ -179,14 +169,9 @@ CLIENT_FLAGS: dict[str, list[Flag]] = {
         ("ready-check-timeout-sec", count, 0, "wait so long for a first answer; 0: not at all"),
     ],
     "results": [
-        ("percentile-metrics", metrics, "ttft,tpot,itl", f"of {', '.join(METRICS)}"),
-        ("metric-percentiles", percentiles, "99", ""),
-        (
-            "goodput",
-            {"type": objective, "nargs": "+", "metavar": "NAME:MS"},
-            [],
-            "what a good request keeps to",
-        ),
+        ("percentile-metrics", list_of(metric), "ttft,tpot,itl", f"of {', '.join(METRICS)}"),
+        ("metric-percentiles", list_of(percentile), "99", ""),
+        ("goodput", LIMITS, [], "what a good request keeps to"),
         ("save-result", SWITCH, False, "write a JSON file"),
         ("save-detailed", SWITCH, False, "with what came of each request"),
         ("append-result", SWITCH, False, "add a line to the file"),

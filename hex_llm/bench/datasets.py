@@ -51,15 +51,17 @@ class Source:
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.args.seed)
 
-    def needed_tokenizer(self) -> BenchTokenizer:
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """With those that a server puts before a text; raises HexError where there is no tokenizer."""
+        if isinstance(prompt, list):
+            return prompt
         if self.tokenizer is None:
             name = self.args.dataset_name
             raise HexError(f"--dataset-name {name}: needs a tokenizer; name a folder with --tokenizer")
-        return self.tokenizer
+        return self.tokenizer.encode(prompt)
 
     def count(self, text: str) -> int:
-        """Tokens, with those that a server puts before a prompt."""
-        return len(self.needed_tokenizer().encode(text))
+        return len(self.token_ids(text))
 
     @cached_property
     def _units(self) -> list[str]:
@@ -112,7 +114,10 @@ class Source:
 
 
 def make_samples(source: Source) -> list[Sample]:
-    return DATASETS[source.args.dataset_name](source, source.args.num_prompts)
+    args = source.args
+    if args.dataset_name in ("sharegpt", "sonnet"):
+        source.count("")  # says at once, before a file is read, that a tokenizer is missing
+    return DATASETS[args.dataset_name](source, args.num_prompts)
 
 
 # ---- made up
@@ -165,7 +170,7 @@ def multi_turn(source: Source, num: int) -> list[Sample]:
 
 def mixture(source: Source, num: int) -> list[Sample]:
     """Of several datasets by their shares, at random; each keeps its own order."""
-    names, shares = zip(*source.args.mix.items(), strict=True)
+    names, shares = zip(*source.args.mix, strict=True)
     order = source.rng.choice(len(names), size=num, p=np.array(shares) / sum(shares))
     parts = [iter(DATASETS[name](source, int((order == i).sum()))) for i, name in enumerate(names)]
     return [next(parts[i]) for i in order]
@@ -220,7 +225,7 @@ def _oversampled(args: argparse.Namespace, samples: list[Sample], num: int) -> l
 
 def sharegpt(source: Source, num: int) -> list[Sample]:
     """Questions, and the lengths of their answers; as in vLLM, those that are tiny or long are left out."""
-    args, tokenizer, samples = source.args, source.needed_tokenizer(), list[Sample]()
+    args, samples = source.args, list[Sample]()
     fixed_len = args.output_len or args.sharegpt_output_len
     with _one_line_errors(args, "its conversations are no lists of turns with a value"):
         talks = [row["conversations"] for row in _rows(args) if "conversations" in row]
@@ -228,8 +233,8 @@ def sharegpt(source: Source, num: int) -> list[Sample]:
     for question, answer in _shuffled(args, turns):
         if len(samples) == num:
             break
-        prompt_len = len(tokenizer.encode(question))
-        output_len = fixed_len or len(tokenizer.encode(answer))
+        prompt_len = source.count(question)
+        output_len = fixed_len or source.count(answer)
         is_long_enough = prompt_len >= 4 and (output_len >= 4 or fixed_len)
         if is_long_enough and prompt_len <= 1024 and prompt_len + output_len <= 2048:
             samples.append(Sample(question, prompt_len, output_len))
@@ -246,8 +251,8 @@ def custom(source: Source, num: int) -> list[Sample]:
             output_len = int(row["output_tokens"]) if fixed_len == -1 else fixed_len
         if tokenizer and source.takes_ids and not args.skip_chat_template:
             prompt = encode_chat(tokenizer, str(prompt))
-        ids = prompt if isinstance(prompt, list) else tokenizer.encode(prompt) if tokenizer else [0]
-        samples.append(Sample(prompt, len(ids), output_len))
+        prompt_len = len(source.token_ids(prompt)) if tokenizer else 1
+        samples.append(Sample(prompt, prompt_len, output_len))
     return _oversampled(args, samples, num)
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from hex_llm.bench import results
 from hex_llm.bench.backends import DIALECTS, SAMPLING, PieceReader, Reply
 from hex_llm.bench.client import Refused, Server, allow_connections
-from hex_llm.bench.datasets import IN_TURNS, NEED_TEXT, Sample, Source, make_samples
+from hex_llm.bench.datasets import NEED_TEXT, Sample, Source, make_samples
 from hex_llm.bench.tokenizers import SMALLEST_VOCABULARY, find_tokenizer
 from hex_llm.errors import HexError
 
@@ -83,7 +83,12 @@ class Load:
         self._params = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
         if args.ignore_eos:
             self._params["ignore_eos"] = True
-        if args.dataset_name in IN_TURNS and self._dialect.takes_ids:
+        in_turns = (
+            args.dataset_name == "multi-turn"
+            or (args.dataset_name == "mixture"
+            and "multi-turn" in dict(args.mix))
+        )
+        if in_turns and self._dialect.takes_ids:
             # The next turn continues with the answer's own tokens.
             self._params["return_token_ids"] = True
         self._params |= args.extra_body
@@ -136,6 +141,7 @@ class Load:
         self, server: Server, samples: Sequence[Sample], times: Sequence[float], kind: str = ""
     ) -> tuple[list[Reply], float]:
         """The replies, in the order of the samples, and the seconds from first to last."""
+        self._replies.clear()
         limit = asyncio.Semaphore(self.args.max_concurrency) if self.args.max_concurrency else nullcontext()
         gc.collect()
         gc.freeze()  # prompts are many objects, and a collection would hold all streams up
