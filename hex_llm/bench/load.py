@@ -83,10 +83,8 @@ class Load:
         self._params = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
         if args.ignore_eos:
             self._params["ignore_eos"] = True
-        in_turns = (
-            args.dataset_name == "multi-turn"
-            or (args.dataset_name == "mixture"
-            and "multi-turn" in dict(args.mix))
+        in_turns = args.dataset_name == "multi-turn" or (
+            args.dataset_name == "mixture" and "multi-turn" in dict(args.mix)
         )
         if in_turns and self._dialect.takes_ids:
             # The next turn continues with the answer's own tokens.

@@ -56,12 +56,13 @@ def _load(argv: Sequence[str], parser: Parser, **defaults: Any) -> tuple[argpars
 
 
 def _generate(llm: LLM, samples: Sequence[Sample], n: int) -> float:
-    """Seconds for all of them."""
+    """Seconds for all of them, whose prompts are token ids."""
     params = [
         SamplingParams(n=n, temperature=1.0, ignore_eos=True, max_tokens=one.output_len) for one in samples
     ]
+    ids = [one.prompt for one in samples if isinstance(one.prompt, list)]
     start = time.perf_counter()
-    llm.generate(sampling_params=params, prompt_token_ids=[one.prompt for one in samples], use_tqdm=False)
+    llm.generate(sampling_params=params, prompt_token_ids=ids, use_tqdm=False)
     return time.perf_counter() - start
 
 
