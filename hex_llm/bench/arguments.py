@@ -95,7 +95,7 @@ share = kind(
     "share",
     named_number,
     lambda share: share[0] in DATASETS and share[0] != "mixture" and share[1] > 0,
-    "{1[0]} is no dataset that can be mixed, or its share is not above 0",
+    "{1[0]} is no dataset that can be mixed, or its share is not more than 0",
 )
 pair = kind(
     "pair",

@@ -40,8 +40,8 @@ class Connection:
 
     async def post(self, request: bytes, feed: Feed) -> None:
         """Returns when the body was fed; raises Refused."""
-        self._feed, self._refusal, self._status, self.is_reusable = feed, b"", 0, False
-        self._is_complete = False
+        self._feed, self._refusal, self._status = feed, b"", 0
+        self._is_complete = self.is_reusable = False
         self.writer.write(request)
         while not self._is_complete:
             data = await self._read()
@@ -49,7 +49,6 @@ class Connection:
                 self._parser.feed_data(data)
             except httptools.HttpParserError:
                 raise Refused(f"no HTTP: {one_line(data[:60].decode('utf-8', 'replace'))}") from None
-        self.is_reusable = self._parser.should_keep_alive()
         if self._status != 200:
             message = " ".join(self._refusal.decode("utf-8", "replace").split())[:300]
             raise Refused(f"HTTP {self._status}: {one_line(message)}")
@@ -73,7 +72,7 @@ class Connection:
             self._refusal += body
 
     def on_message_complete(self) -> None:
-        self._is_complete = True
+        self._is_complete, self.is_reusable = True, self._parser.should_keep_alive()
 
 
 class Server:

@@ -83,10 +83,8 @@ class Load:
         self._params = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
         if args.ignore_eos:
             self._params["ignore_eos"] = True
-        in_turns = args.dataset_name == "multi-turn" or (
-            args.dataset_name == "mixture" and "multi-turn" in dict(args.mix)
-        )
-        if in_turns and self._dialect.takes_ids:
+        datasets = dict(args.mix) if args.dataset_name == "mixture" else (args.dataset_name,)
+        if "multi-turn" in datasets and self._dialect.takes_ids:
             # The next turn continues with the answer's own tokens.
             self._params["return_token_ids"] = True
         self._params |= args.extra_body
@@ -157,10 +155,9 @@ class Load:
         return replies, time.perf_counter() - start
 
     async def _ask(self, server: Server, sample: Sample, name: str, limit: Any) -> Reply:
-        args, dialect, reply = self.args, self._dialect, await self._begun(sample)
-        payload = dialect.payload(
-            reply.turns, sample.output_len, args.served_model_name or self.model, self._params
-        )
+        args, dialect, reply = self.args, self._dialect, await self._empty_reply(sample)
+        model = args.served_model_name or self.model
+        payload = dialect.payload(reply.turns, sample.output_len, model, self._params)
         reader, arrived = PieceReader(dialect, reply), time.perf_counter()
         async with limit:
             reply.start_time = time.perf_counter()
@@ -175,8 +172,8 @@ class Load:
             reply.error = "the answer holds no token"
         return reply
 
-    async def _begun(self, sample: Sample) -> Reply:
-        """An empty reply with the conversation up to this sample, once the answer before it is there."""
+    async def _empty_reply(self, sample: Sample) -> Reply:
+        """With the conversation up to this sample, once the answer before it is there."""
         if (previous := sample.follows) is None:
             return Reply(sample.prompt_len, turns=[sample.prompt])
         answered, takes_ids = await self._replies[previous], self._dialect.takes_ids

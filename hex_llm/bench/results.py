@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from itertools import accumulate
@@ -39,26 +39,31 @@ TOTALS = {
     "max_concurrent_requests": "Peak concurrent requests:",
     "total_token_throughput": "Total token throughput (tok/s):",
 }
-METRICS = {
-    "ttft": ("TTFT", "Time to First Token"),
-    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
-    "itl": ("ITL", "Inter-token Latency"),
-    "e2el": ("E2EL", "End-to-end Latency"),
-    "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
-    "e2el_including_client_queue": ("E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency"),
-}
-PADDING, QUEUE = "padding_tokens_total", "request_queue_time_seconds"
+
+
+def _tpot(reply: Reply) -> list[float]:
+    num_later = reply.output_tokens - 1
+    return [(reply.latency - reply.ttft) / num_later] if num_later > 0 else []
+
+
+# By its name among the keys: its short and its long title, and the seconds of a request, which may have none.
+METRICS: dict[str, tuple[str, str, Callable[[Reply], Sequence[float]]]] = {
+    "ttft": ("TTFT", "Time to First Token", lambda reply: [reply.ttft]),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)", _tpot),
+    "itl": ("ITL", "Inter-token Latency", lambda reply: reply.itl),
+    "e2el": ("E2EL", "End-to-end Latency", lambda reply: [reply.latency]),
+    "client_queue_time": ("Client Queue Time", "Client-side Queueing", lambda reply: [reply.queue_time]),
+    "e2el_including_client_queue": ("E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency",
+                                    lambda reply: [reply.latency + reply.queue_time]),
+}  # fmt: skip
+PADDING, PREFIX, QUEUE = "padding_tokens_total", "prefix_cache", "request_queue_time_seconds"
 # Ours: vLLM's block ends before. The title there, if any; a counter of /metrics, and those it is a share of.
 SERVER_SIDE = {
     "engine_steps": ("", "engine_steps_total"),
     "padding_tokens": ("", PADDING),
     "padding_share": ("Padding of steps (%):", PADDING, PADDING, "iteration_tokens_total_sum"),
     "late_compiles": ("Late compiles:", "late_compiles_total"),
-    "prefix_cache_hit_rate": (
-        "Prefix cache hits (%):",
-        "prefix_cache_hits_total",
-        "prefix_cache_queries_total",
-    ),
+    "prefix_cache_hit_rate": ("Prefix cache hits (%):", f"{PREFIX}_hits_total", f"{PREFIX}_queries_total"),
     "preemptions": ("Preemptions:", "num_preemptions_total"),
     "mean_queue_time_ms": ("Mean queue time (ms):", f"{QUEUE}_sum", f"{QUEUE}_count"),
 }
@@ -92,20 +97,12 @@ def measure(
     }
     lists = PER_REQUEST | (DETAILS if args.save_detailed else {})
     result |= {key: [getattr(reply, name) for reply in replies] for key, name in lists.items()}
-    succeeded = [reply for reply in replies if reply.success]
-    times = {
-        "ttft": [reply.ttft for reply in succeeded],
-        "tpot": [_tpot(reply) for reply in succeeded if reply.output_tokens > 1],
-        "itl": [gap for reply in succeeded for gap in reply.itl],
-        "e2el": [reply.latency for reply in succeeded],
-    }
-    if args.max_concurrency:  # else there is no queue in the client
-        times["client_queue_time"] = [reply.queue_time for reply in succeeded]
-        if not math.isinf(rate):  # else the time in it is no part of a request's
-            times["e2el_including_client_queue"] = [reply.latency + reply.queue_time for reply in succeeded]
     for name in args.percentile_metrics:
-        if name in times:
-            result |= _summary(name, times[name], args.metric_percentiles)
+        # Only a limited run has a queue in the client; only in a paced one is it part of a request's time.
+        has_queue = args.max_concurrency and (name == "client_queue_time" or not math.isinf(rate))
+        if "queue" not in name or has_queue:
+            seconds = [value for reply in replies if reply.success for value in METRICS[name][2](reply)]
+            result |= _summary(name, seconds, args.metric_percentiles)
     return result
 
 
@@ -113,8 +110,10 @@ def _totals(replies: Sequence[Reply], duration: float, goodput: Mapping[str, flo
     """`goodput` has the most milliseconds of a good request."""
     succeeded = [reply for reply in replies if reply.success]
     num_in, num_out = (sum(r.prompt_len for r in succeeded), sum(r.output_tokens for r in succeeded))
-    times = [{"ttft": reply.ttft, "tpot": _tpot(reply), "e2el": reply.latency} for reply in succeeded]
-    num_good = sum(all(one[name] * 1000 <= most for name, most in goodput.items()) for one in times)
+    is_good = [
+        all(value * 1000 <= most for name, most in goodput.items() for value in METRICS[name][2](reply))
+        for reply in succeeded
+    ]
     max_tokens, max_requests = _peaks(succeeded)
     return {
         "duration": duration,
@@ -123,17 +122,13 @@ def _totals(replies: Sequence[Reply], duration: float, goodput: Mapping[str, flo
         "total_input_tokens": num_in,
         "total_output_tokens": num_out,
         "request_throughput": len(succeeded) / duration,
-        "request_goodput": num_good / duration if goodput else None,
+        "request_goodput": sum(is_good) / duration if goodput else None,
         "output_throughput": num_out / duration,
         "total_token_throughput": (num_in + num_out) / duration,
         "max_output_tokens_per_s": max_tokens,
         "max_concurrent_requests": max_requests,
         "rtfx": 0.0,  # of speech, in vLLM
     }
-
-
-def _tpot(reply: Reply) -> float:
-    return (reply.latency - reply.ttft) / (reply.output_tokens - 1) if reply.output_tokens > 1 else 0.0
 
 
 def _summary(metric: str, seconds: list[float], percentiles: Sequence[float]) -> Result:
@@ -172,7 +167,7 @@ def block(result: Result, percentiles: Sequence[float]) -> str:
     totals = {**result, "max_concurrent_requests": float(result["max_concurrent_requests"])}
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [_line(title, totals[key]) for key, title in TOTALS.items() if totals[key] not in (None, "inf")]
-    for metric, (name, title) in METRICS.items():
+    for metric, (name, title, _) in METRICS.items():
         if f"mean_{metric}_ms" in result:
             lines.append(f"{title:-^{WIDTH}}")
             for number in ("mean", "median", *(f"p{percentile:g}" for percentile in percentiles)):

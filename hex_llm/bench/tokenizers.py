@@ -28,15 +28,10 @@ class ServerTokenizer:
             self.vocab_size = SMALLEST_VOCABULARY
 
     def encode(self, text: str) -> list[int]:
-        return self._tokens(prompt=text)
+        return self.tokens(prompt=text)
 
-    def encode_chat(self, text: str) -> list[int]:
-        try:
-            return self._tokens(messages=[{"role": "user", "content": text}])
-        except HexError:  # it has no template
-            return self.encode(text)
-
-    def _tokens(self, **prompt: object) -> list[int]:
+    def tokens(self, **prompt: object) -> list[int]:
+        """Of a `prompt` or of `messages`."""
         try:
             return list(json.loads(self._server.ask("/tokenize", {"model": self._model, **prompt}))["tokens"])
         except (ValueError, KeyError, TypeError) as error:
@@ -48,11 +43,13 @@ BenchTokenizer = Tokenizer | ServerTokenizer
 
 def encode_chat(tokenizer: BenchTokenizer, text: str) -> list[int]:
     """One user's message in the model's chat template; without one, the text."""
-    if isinstance(tokenizer, ServerTokenizer):
-        return tokenizer.encode_chat(text)
-    if tokenizer.chat_template is None:
+    messages = [{"role": "user", "content": text}]
+    if isinstance(tokenizer, Tokenizer):
+        return chat.encode_chat(tokenizer, messages)[1] if tokenizer.chat_template else tokenizer.encode(text)
+    try:
+        return tokenizer.tokens(messages=messages)
+    except HexError:  # it has no template
         return tokenizer.encode(text)
-    return chat.encode_chat(tokenizer, [{"role": "user", "content": text}])[1]
 
 
 def find_tokenizer(
@@ -61,13 +58,11 @@ def find_tokenizer(
     """That of --tokenizer, else the server's, else, if one is required, that of --model."""
     if args.skip_tokenizer_init:
         return None
-    if args.tokenizer:
-        return _load(args.tokenizer, args.tokenizer_mode)
-    try:
-        return ServerTokenizer(server, model)
-    except HexError:
-        return _load(args.model, args.tokenizer_mode) if required and args.model else None
-
-
-def _load(name: str, mode: str) -> Tokenizer:
-    return open_tokenizer(fetch_for(EngineConfig(), name, tokenizer_only=True), mode)
+    name = args.tokenizer
+    if not name:
+        try:
+            return ServerTokenizer(server, model)
+        except HexError:
+            name = args.model if required else None
+    path = fetch_for(EngineConfig(), name, tokenizer_only=True) if name else None
+    return open_tokenizer(path, args.tokenizer_mode) if path else None
