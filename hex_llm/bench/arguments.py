@@ -59,8 +59,8 @@ def kind(
     return parse
 
 
-def list_of(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [item(one) for one in text.split(",")]
+def list_of(item: Callable[[str], Any]) -> Callable[[str], Any]:
+    return kind(f"list of {item.__name__}", lambda text: [item(one) for one in text.split(",")])
 
 
 def named_number(text: str) -> tuple[str, float]:

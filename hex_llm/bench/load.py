@@ -107,8 +107,11 @@ class Load:
                 patiently(lambda: self._check_ready(runner, server, samples[0]), args.ready_check_timeout_sec)
             warmups = [samples[0]] * args.num_warmups
             runner.run(self._send(server, warmups, [0.0] * len(warmups), "warmup-"))
+            gc.collect()
+            gc.freeze()  # prompts are many objects, and a collection would hold all streams up
             before = server.counters()
             replies, duration = runner.run(self._send(server, samples, times))
+        gc.unfreeze()
         facts = results.server_side(before, server.counters())
         if not any(reply.success for reply in replies):
             raise HexError(f"all {len(replies)} requests failed; the first: {replies[0].error}")
@@ -139,8 +142,6 @@ class Load:
         """The replies, in the order of the samples, and the seconds from first to last."""
         self._replies.clear()
         limit = asyncio.Semaphore(self.args.max_concurrency) if self.args.max_concurrency else nullcontext()
-        gc.collect()
-        gc.freeze()  # prompts are many objects, and a collection would hold all streams up
         tasks, start = list[asyncio.Task[Reply]](), time.perf_counter()
         with tqdm(total=len(samples), file=sys.stderr, disable=bool(kind) or self.args.disable_tqdm) as bar:
             for i, (sample, due) in enumerate(zip(samples, times, strict=True)):
@@ -151,7 +152,6 @@ class Load:
                 tasks.append(task)
                 self._replies[sample] = task
             replies = await asyncio.gather(*tasks)
-        gc.unfreeze()
         return replies, time.perf_counter() - start
 
     async def _ask(self, server: Server, sample: Sample, name: str, limit: Any) -> Reply:
