@@ -37,7 +37,7 @@ commands, each with a --help of its own:
 # Imported late: a load generator waits for neither jax nor the engine.
 BENCH = {
     "serve": ("serve", "serve"),
-    "compare": ("compare", "compare"),
+    "compare": ("serve", "compare"),
     "latency": ("offline", "latency"),
     "throughput": ("offline", "throughput"),
 }

@@ -5,245 +5,198 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from hex_llm.bench.backends import DIALECTS
-from hex_llm.bench.datasets import DATASETS
+from hex_llm.bench.backends import DIALECTS, SAMPLING
+from hex_llm.bench.datasets import DATASETS, WHOLE_ANSWERS
+from hex_llm.bench.results import METRICS
 from hex_llm.errors import ConfigError, one_line
 from hex_llm.flags import unknown
 
-METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue")
 OBJECTIVES = ("ttft", "tpot", "e2el")
+Flag = tuple[str, Any, Any, str]  # name; type, or argparse's options; default; help
 
 
 class Parser(argparse.ArgumentParser):
-    def __init__(self, command: str, about: str) -> None:
+    def __init__(self, command: str, about: str, arguments: str = "[flags]") -> None:
         name = f"hex-llm bench {command}"
-        super().__init__(prog=name, usage=f"{name} [flags]", description=about, allow_abbrev=False)
+        super().__init__(prog=name, usage=f"{name} {arguments}", description=about, allow_abbrev=False)
 
-    def format_help(self) -> str:
-        for action in self._actions:
-            if action.default not in (None, False, [], {}, argparse.SUPPRESS):
-                action.help = f"{action.help or ''} (default: {action.default})".lstrip()
-        return super().format_help()
+    def add_flags(self, title: str, flags: Sequence[Flag]) -> None:
+        group = self.add_argument_group(title)
+        for name, kind, default, help_text in flags:
+            options = {"type": kind} if callable(kind) else kind
+            shown = f"(default: {default})" if default not in (None, False, [], {}) else ""
+            group.add_argument(f"--{name}", default=default, help=f"{help_text} {shown}".strip(), **options)
+
+    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """And what is no flag of this command; in names of flags, `_` is as good as `-`."""
+        tokens = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), token) for token in argv]
+        return self.parse_known_args(tokens)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(one_line(message.removeprefix("argument ")))
-
-    def names(self) -> list[str]:
-        """Every flag, as `hex_llm.flags` writes them."""
-        return [name[2:].replace("-", "_") for name in self._option_string_actions if name[:2] == "--"]
-
-
-def with_dashes(argv: Sequence[str]) -> list[str]:
-    """The command line with `-` for each `_` in its flags."""
-    split = (token.partition("=") for token in argv)
-    return [
-        (name.replace("_", "-") if name.startswith("--") else name) + equals + value
-        for name, equals, value in split
-    ]
 
 
 # ---- values
 
 
-def count(text: str, least: int = 0) -> int:
-    if (number := int(text)) < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
-    return number
+def kind(
+    name: str, read: Callable[[str], Any], is_right: Callable[[Any], bool] | None = None, problem: str = ""
+) -> Callable[[str], Any]:
+    """A type for argparse; in `problem`, {0} is the text and {1} what was read."""
+
+    def parse(text: str) -> Any:
+        value = read(text)
+        if is_right and not is_right(value):
+            raise argparse.ArgumentTypeError(problem.format(text, value))
+        return value
+
+    parse.__name__ = name  # argparse tells it where `read` fails
+    return parse
 
 
-def positive(text: str) -> int:
-    return count(text, least=1)
+def list_of(item: Callable[[str], Any]) -> Callable[[str], Any]:
+    return kind(f"list of {item.__name__}", lambda text: [item(one) for one in text.split(",")])
 
 
-def positive_float(text: str) -> float:
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, not {text}")
-    return number
+def named_number(text: str) -> tuple[str, float]:
+    name, _, number = text.partition(":")
+    return name, float(number)
 
 
-def rates(text: str) -> list[float]:
-    return [positive_float(one) for one in text.split(",")]
+def by_input_and_output(text: str) -> tuple[float, float]:
+    numbers = json_object(text) if "{" in text else {"input": text, "output": text}
+    return float(numbers.get("input", "nan")), float(numbers.get("output", "nan"))
 
 
-def percentiles(text: str) -> list[float]:
-    numbers = [float(one) for one in text.split(",")]
-    if not all(0 <= number <= 100 for number in numbers):
-        raise argparse.ArgumentTypeError(f"must be from 0 to 100, not {text}")
-    return numbers
-
-
-def metrics(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in METRICS:
-            raise argparse.ArgumentTypeError(f"{one_line(name)} is none of {', '.join(METRICS)}")
-    return names
-
-
-def objective(text: str) -> tuple[str, float]:
-    name, _, limit = text.partition(":")
-    if name not in OBJECTIVES or not float(limit) >= 0:
-        raise argparse.ArgumentTypeError(f"must be {', '.join(OBJECTIVES)}, a colon and milliseconds")
-    return name, float(limit)
-
-
-def range_ratio(text: str) -> tuple[float, float]:
-    """Of prompts and of outputs."""
-    by_kind = json_object(text) if "{" in text else {"input": text, "output": text}
-    ratios = float(by_kind.get("input", "nan")), float(by_kind.get("output", "nan"))
-    if not all(0 <= ratio < 1 for ratio in ratios):
-        raise argparse.ArgumentTypeError(
-            'must be at least 0 and below 1, or {"input": …, "output": …} of such'
-        )
-    return ratios
-
-
-def mixture(text: str) -> dict[str, float]:
-    """The share of each dataset."""
-    parts = dict(one.split(":") for one in text.split(","))
-    for name in parts:
-        if name not in DATASETS or name == "mixture":
-            raise argparse.ArgumentTypeError(f"{one_line(name)} is no dataset that can be mixed")
-    return {name: positive_float(share) for name, share in parts.items()}
-
-
-def pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError("must be KEY=VALUE")
-    return key.strip(), value.strip()
-
-
-def json_object(text: str) -> dict[str, Any]:
-    if not isinstance(value := json.loads(text), dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
-
+count = kind("count", int, lambda number: number >= 0, "must be at least 0, not {0}")
+positive = kind("positive", int, lambda number: number >= 1, "must be at least 1, not {0}")
+positive_float = kind("positive_float", float, lambda number: number > 0, "must be more than 0, not {0}")
+percentile = kind("percentile", float, lambda p: 0 <= p <= 100, "must be from 0 to 100, not {0}")
+metric = kind("metric", str, lambda name: name in METRICS, f"{{0}} is none of {', '.join(METRICS)}")
+json_object = kind("json_object", json.loads, lambda value: isinstance(value, dict), "must be a JSON object")
+range_ratio = kind(
+    "range_ratio",
+    by_input_and_output,
+    lambda ratios: all(0 <= ratio < 1 for ratio in ratios),
+    'must be at least 0 and below 1, or {{"input": …, "output": …}} of such',
+)
+objective = kind(
+    "objective",
+    named_number,
+    lambda limit: limit[0] in OBJECTIVES and limit[1] >= 0,
+    f"must be {', '.join(OBJECTIVES)}, a colon and milliseconds",
+)
+share = kind(
+    "share",
+    named_number,
+    lambda share: share[0] in DATASETS and share[0] != "mixture" and share[1] > 0,
+    "{1[0]} is no dataset that can be mixed, or its share is not more than 0",
+)
+pair = kind(
+    "pair",
+    lambda text: [part.strip() for part in text.split("=", 1)],
+    lambda parts: len(parts) == 2,
+    "must be KEY=VALUE",
+)
 
 # ---- flags
 
-
-def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("dataset").add_argument
-    add("--dataset-name", default="random", choices=list(DATASETS), help="what the prompts are")
-    add("--dataset-path", help="the file of sharegpt, custom or sonnet")
-    add("--num-prompts", type=count, default=1000, help="requests in all; 0: as many as a custom file has")
-    add("--seed", type=count, default=0, help="of prompts, lengths and arrivals")
-    add("--input-len", type=positive, help="prompt tokens, for any dataset whose prompts are made up")
-    add("--output-len", type=positive, help="output tokens, for any dataset")
-    add("--random-input-len", type=positive, default=1024)
-    add("--random-output-len", type=positive, default=128)
-    add("--random-range-ratio", type=range_ratio, default="0.0",
-        help='lengths vary by this share of themselves; {"input": 0.2, "output": 0.4} for two')  # fmt: skip
-    add("--random-prefix-len", type=count, default=0, help="tokens that all prompts begin with")
-    add("--sharegpt-output-len", type=positive, help="instead of the lengths in the file")
-    add("--custom-output-len", type=int, default=256, help="-1: the file's output_tokens")
-    add("--sonnet-input-len", type=positive, default=550)
-    add("--sonnet-output-len", type=positive, default=150)
-    add("--sonnet-prefix-len", type=count, default=200, help="tokens of lines that all prompts begin with")
-    add("--prefix-repetition-prefix-len", type=positive, default=256)
-    add("--prefix-repetition-suffix-len", type=positive, default=256)
-    add("--prefix-repetition-num-prefixes", type=positive, default=10)
-    add("--prefix-repetition-output-len", type=positive, default=128)
-    add("--multi-turn-num-conversations", type=positive, default=48, help="that grow at the same time")
-    add(
-        "--multi-turn-prefix-len", type=count, default=1500, help="tokens of the system prompt that all share"
-    )
-    add("--length-scale", type=positive_float, default=1.0, help="times the lengths of chat, rag, multi-turn")
-    add("--mix", type=mixture, default="chat:0.5,rag:0.2,multi-turn:0.3", help="the shares of a mixture")
-    add("--disable-shuffle", action="store_true", help="keep the order of the file")
-    add("--no-oversample", action="store_true", help="a file with too few prompts is not drawn from twice")
-    add("--skip-chat-template", action="store_true", help="custom prompts are sent as they are")
-
-
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("server").add_argument
-    add("--backend", default="openai", choices=list(DIALECTS), help="the API to speak")
-    add("--base-url", help="instead of host and port")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, help="default: 7080, or vLLM's 8000 if nobody listens there")
-    add("--endpoint", help="the path; default: the backend's own")
-    add("--header", type=pair, nargs="*", default=[], metavar="KEY=VALUE")
-    add("--insecure", action="store_true", help="do not check certificates")
-    add("--model", help="default: the first that the server names")
-    add("--served-model-name", help="the name to send, if it is not --model")
-    add("--tokenizer", help="a folder or a Hugging Face name; default: the server's own")
-    add("--tokenizer-mode", default="auto", choices=["auto", "slow"])
-    add("--trust-remote-code", action="store_true", help="taken and without effect: no model's code is run")
-    add("--skip-tokenizer-init", action="store_true", help="do without a tokenizer")
-    add("--request-id-prefix", default=f"bench-{uuid.uuid4().hex[:8]}-")
-
-
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("sampling; what is not given is the server's to choose").add_argument
-    for name in (
-        "temperature",
-        "top-p",
-        "min-p",
-        "frequency-penalty",
-        "presence-penalty",
-        "repetition-penalty",
-    ):
-        add(f"--{name}", type=float)
-    add("--top-k", type=int)
-    add("--logprobs", type=int)
-    add(
-        "--ignore-eos", action="store_true", help="every answer has its full length; made-up prompts imply it"
-    )
-    add("--extra-body", type=json_object, default={}, help="JSON, added to each request")
-
-
-def add_traffic_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("traffic").add_argument
-    add("--request-rate", type=rates, default="inf", help="requests a second; a list: one run for each")
-    add("--burstiness", type=positive_float, default=1.0, help="1: Poisson; less: burstier; inf: steady")
-    add("--max-concurrency", type=positive, help="requests at the same time; others wait in the client")
-    add("--ramp-up-strategy", choices=["linear", "exponential"])
-    add("--ramp-up-start-rps", type=positive_float)
-    add("--ramp-up-end-rps", type=positive_float)
-    add("--num-warmups", type=count, default=0, help="requests before the measurement")
-    add(
-        "--ready-check-timeout-sec",
-        type=count,
-        default=0,
-        help="wait so long for a first answer; 0: not at all",
-    )
+SWITCH = {"action": "store_true"}
+PAIRS = {"type": pair, "nargs": "*", "metavar": "KEY=VALUE"}
+LIMITS = {"type": objective, "nargs": "+", "metavar": "NAME:MS"}
+LENGTHS = {
+    "random-input-len": 1024, "random-output-len": 128, "sonnet-input-len": 550, "sonnet-output-len": 150,
+    "prefix-repetition-prefix-len": 256, "prefix-repetition-suffix-len": 256,
+    "prefix-repetition-num-prefixes": 10, "prefix-repetition-output-len": 128,
+}  # fmt: skip
+DATASET_FLAGS: list[Flag] = [
+    ("dataset-name", {"choices": list(DATASETS)}, "random", "what the prompts are"),
+    ("dataset-path", str, None, "the file of sharegpt, custom or sonnet"),
+    ("num-prompts", count, 1000, "requests in all; 0: as many as a custom file has"),
+    ("seed", count, 0, "of prompts, lengths and arrivals"),
+    ("input-len", positive, None, "prompt tokens, for any dataset whose prompts are made up"),
+    ("output-len", positive, None, "output tokens, for any dataset"),
+    *((name, positive, default, "") for name, default in LENGTHS.items()),
+    ("random-range-ratio", range_ratio, "0.0", 'of lengths; {"input": 0.2, "output": 0.4} for two'),
+    ("random-prefix-len", count, 0, "tokens that all prompts begin with"),
+    ("sharegpt-output-len", positive, None, "instead of the lengths in the file"),
+    ("custom-output-len", int, 256, "-1: the file's output_tokens"),
+    ("sonnet-prefix-len", count, 200, "tokens of lines that all prompts begin with"),
+    ("multi-turn-num-conversations", positive, 48, "that grow at the same time"),
+    ("multi-turn-prefix-len", count, 1500, "tokens of the system prompt that all share"),
+    ("length-scale", positive_float, 1.0, "times the lengths of chat, rag, multi-turn"),
+    ("mix", list_of(share), "chat:0.5,rag:0.2,multi-turn:0.3", "the shares of a mixture"),
+    ("disable-shuffle", SWITCH, False, "keep the order of the file"),
+    ("no-oversample", SWITCH, False, "a file with too few prompts is not drawn from twice"),
+    ("skip-chat-template", SWITCH, False, "custom prompts are sent as they are"),
+]
+CLIENT_FLAGS: dict[str, list[Flag]] = {
+    "server": [
+        ("backend", {"choices": list(DIALECTS)}, "openai", "the API to speak"),
+        ("base-url", str, None, "instead of host and port"),
+        ("host", str, "127.0.0.1", ""),
+        ("port", int, None, "default: 7080, or vLLM's 8000 if nobody listens there"),
+        ("endpoint", str, None, "the path; default: the backend's own"),
+        ("header", PAIRS, [], ""),
+        ("insecure", SWITCH, False, "do not check certificates"),
+        ("model", str, None, "default: the first that the server names"),
+        ("served-model-name", str, None, "the name to send, if it is not --model"),
+        ("tokenizer", str, None, "a folder or a Hugging Face name; default: the server's own"),
+        ("tokenizer-mode", {"choices": ["auto", "slow"]}, "auto", ""),
+        ("trust-remote-code", SWITCH, False, "taken and without effect: no model's code is run"),
+        ("skip-tokenizer-init", SWITCH, False, "do without a tokenizer"),
+        ("request-id-prefix", str, f"bench-{uuid.uuid4().hex[:8]}-", ""),
+    ],
+    "dataset": DATASET_FLAGS,
+    "sampling; what is not given is the server's to choose": [
+        *((name.replace("_", "-"), kind, None, "") for name, kind in SAMPLING.items()),
+        ("ignore-eos", SWITCH, False, "every answer has its full length; made-up prompts imply it"),
+        ("extra-body", json_object, {}, "JSON, added to each request"),
+    ],
+    "traffic": [
+        ("request-rate", list_of(positive_float), "inf", "requests a second; a list: one run for each"),
+        ("burstiness", positive_float, 1.0, "1: Poisson; less: burstier; inf: steady"),
+        ("max-concurrency", positive, None, "requests at the same time; others wait in the client"),
+        ("ramp-up-strategy", {"choices": ["linear", "exponential"]}, None, ""),
+        ("ramp-up-start-rps", positive_float, None, ""),
+        ("ramp-up-end-rps", positive_float, None, ""),
+        ("num-warmups", count, 0, "requests before the measurement"),
+        ("ready-check-timeout-sec", count, 0, "wait so long for a first answer; 0: not at all"),
+    ],
+    "results": [
+        ("percentile-metrics", list_of(metric), "ttft,tpot,itl", f"of {', '.join(METRICS)}"),
+        ("metric-percentiles", list_of(percentile), "99", ""),
+        ("goodput", LIMITS, [], "what a good request keeps to"),
+        ("save-result", SWITCH, False, "write a JSON file"),
+        ("save-detailed", SWITCH, False, "with what came of each request"),
+        ("append-result", SWITCH, False, "add a line to the file"),
+        ("result-dir", str, ".", ""),
+        ("result-filename", str, None, "default: made of label, rate, model and time"),
+        ("label", str, None, "default: the backend"),
+        ("metadata", PAIRS, [], "written into the file"),
+        ("plot", str, None, "a PNG file for TTFT and TPOT over the request rate"),
+        ("disable-tqdm", SWITCH, False, "no progress bar"),
+    ],
+}
 
 
-def add_result_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("results").add_argument
-    add("--percentile-metrics", type=metrics, default="ttft,tpot,itl", help=f"of {', '.join(METRICS)}")
-    add("--metric-percentiles", type=percentiles, default="99")
-    add("--goodput", type=objective, nargs="+", metavar="NAME:MS", help="what a good request keeps to")
-    add("--save-result", action="store_true", help="write a JSON file")
-    add("--save-detailed", action="store_true", help="with what came of each request")
-    add("--append-result", action="store_true", help="add a line to the file")
-    add("--result-dir", help="default: the current folder")
-    add("--result-filename", help="default: made of label, rate, model and time")
-    add("--label", help="default: the backend")
-    add("--metadata", type=pair, nargs="*", default=[], metavar="KEY=VALUE", help="written into the file")
-    add("--plot", metavar="FILE.png", help="TTFT and TPOT over the request rate")
-    add("--disable-tqdm", action="store_true", help="no progress bar")
-
-
-def client_parser(command: str, about: str) -> Parser:
-    parser = Parser(command, about)
-    for add_flags in (
-        add_server_flags, add_dataset_flags, add_sampling_flags, add_traffic_flags, add_result_flags
-    ):  # fmt: skip
-        add_flags(parser)
+def client_parser(command: str, about: str, arguments: str = "[flags]") -> Parser:
+    parser = Parser(command, about, arguments)
+    for title, flags in CLIENT_FLAGS.items():
+        parser.add_flags(title, flags)
     return parser
 
 
 def parse_client(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of `serve` and `compare`, checked together."""
-    args, rest = parser.parse_known_args(with_dashes(argv))
+    args, rest = parser.parse(argv)
     if rest:
-        raise unknown(rest[0].partition("=")[0], parser.names())
+        raise unknown(rest[0].partition("=")[0], vars(args))
     if args.ramp_up_strategy:
         if args.request_rate != [math.inf]:
             raise ConfigError("--request-rate and --ramp-up-strategy contradict each other: give one of them")
@@ -254,7 +207,5 @@ def parse_client(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     dialect = DIALECTS[args.backend]
     if args.ignore_eos and not dialect.ignores_eos:
         raise ConfigError(f"--ignore-eos: --backend {args.backend} has no such parameter")
-    args.ignore_eos |= dialect.ignores_eos and args.dataset_name in (
-        "random", "chat", "rag", "multi-turn", "mixture"
-    )  # fmt: skip
+    args.ignore_eos |= dialect.ignores_eos and args.dataset_name in WHOLE_ANSWERS
     return args

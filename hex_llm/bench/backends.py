@@ -6,8 +6,9 @@ were, the server says at the end, if it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import msgspec
@@ -16,6 +17,11 @@ from hex_llm.errors import one_line
 
 Prompt = list[int] | str
 Json = dict[str, Any]
+SAMPLING = {
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "logprobs": int,
+    "frequency_penalty": float, "presence_penalty": float, "repetition_penalty": float,
+}  # fmt: skip
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}  # OpenAI's
 
 
 @dataclass(slots=True)
@@ -32,6 +38,7 @@ class Reply:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # where they were asked for
     error: str = ""
+    turns: list[Prompt] = field(default_factory=list)  # the conversation up to here: prompts and answers
 
     @property
     def success(self) -> bool:
@@ -53,29 +60,82 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is the same in every request of a run."""
-
-    model: str
-    sampling: Mapping[str, Any]
-    ignore_eos: bool
-    extra_body: Mapping[str, Any]
-    wants_token_ids: bool = False  # a later turn continues with the answer's own tokens
-
-
-Payload = Callable[[Sequence[Prompt], int, Settings], Json]
-Read = Callable[[bytes, Reply, float], None]
-
-
-@dataclass(frozen=True)
 class Dialect:
     path: str
-    payload: Payload  # of the turns so far, prompts and answers by turns, and the number of output tokens
-    read: Read
+    # Of the turns so far (prompts and answers by turns), the number of output tokens, the model's name and
+    # the parameters of all requests.
+    payload: Callable[[Sequence[Prompt], int, str, Json], Json]
     separator: bytes = b"\n"
     prefix: bytes = b"data:"  # of a piece; lines without it are none
     takes_ids: bool = False
     ignores_eos: bool = True
+
+
+# ---- requests
+
+
+def _joined(turns: Sequence[Prompt]) -> Prompt:
+    """The turns as one prompt."""
+    if isinstance(turns[0], str):
+        return "".join(map(str, turns))
+    return [token_id for turn in turns for token_id in turn]  # type: ignore[misc]
+
+
+def _completion(turns: Sequence[Prompt], output_len: int, model: str, params: Json) -> Json:
+    # As vLLM's client: without the penalty a model's own default would count, and steps cost more.
+    prompt = {"prompt": _joined(turns), "max_tokens": output_len, "repetition_penalty": 1.0}
+    return {**prompt, "model": model, **STREAM, **params}
+
+
+def _chat(turns: Sequence[Prompt], output_len: int, model: str, params: Json) -> Json:
+    roles = cycle(("user", "assistant"))
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return {"messages": messages, "max_completion_tokens": output_len, "model": model, **STREAM, **params}
+
+
+def _tgi(turns: Sequence[Prompt], output_len: int, model: str, params: Json) -> Json:
+    # TGI refuses a temperature of 0: greedy is what it does without one.
+    accepted = {name: value for name, value in params.items() if (name, value) != ("temperature", 0)}
+    parameters = {"max_new_tokens": output_len, "details": True, **accepted}
+    return {"inputs": _joined(turns), "parameters": parameters}
+
+
+def _vertex(turns: Sequence[Prompt], output_len: int, model: str, params: Json) -> Json:
+    instance = {"prompt": _joined(turns), "max_tokens": output_len, "stream": True, **params}
+    return {"instances": [instance]}
+
+
+_COMPLETIONS = Dialect("/v1/completions", _completion, takes_ids=True)
+DIALECTS = {
+    "vllm": _COMPLETIONS,
+    "openai": _COMPLETIONS,
+    "openai-chat": Dialect("/v1/chat/completions", _chat),
+    "tgi": Dialect("/generate_stream", _tgi, ignores_eos=False),
+    "vertex": Dialect("/generate", _vertex, separator=b"\0", prefix=b""),  # Hex-LLM's on Vertex AI
+}
+
+
+# ---- answers
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """A piece of any stream; each dialect fills in fields of its own."""
+
+    choices: list[_Choice] = []  # OpenAI's
+    usage: dict[str, Any] | None = None
+    token: _Choice | None = None  # TGI's
+    details: dict[str, Any] | None = None
+    predictions: list[str] = []  # Vertex AI's
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class PieceReader:
@@ -86,165 +146,30 @@ class PieceReader:
         self._rest = b""
 
     def feed(self, data: bytes, now: float) -> None:
-        dialect = self._dialect
-        *pieces, self._rest = (self._rest + data).split(dialect.separator)
+        *pieces, self._rest = (self._rest + data).split(self._dialect.separator)
         for piece in pieces:
-            if piece.startswith(dialect.prefix):
-                self._read(piece[len(dialect.prefix) :].strip(), now)
+            content = piece.removeprefix(self._dialect.prefix).strip()
+            if piece.startswith(self._dialect.prefix) and content != b"[DONE]":
+                self._read(content, now)
 
     def end(self) -> None:
         if self._rest.strip():
             self.feed(self._dialect.separator, self._reply.start_time + self._reply.latency)
 
     def _read(self, piece: bytes, now: float) -> None:
-        if piece == b"[DONE]":
-            return
+        reply = self._reply
         try:
-            self._dialect.read(piece, self._reply, now)
-        except (msgspec.MsgspecError, IndexError):
-            self._reply.error = f"the stream holds {one_line(piece[:80].decode('utf-8', 'replace'))}"
-
-
-def _prompt(turns: Sequence[Prompt]) -> Prompt:
-    """The turns as one prompt."""
-    if isinstance(turns[0], str):
-        return "".join(map(str, turns))
-    return [token_id for turn in turns for token_id in turn]  # type: ignore[misc]
-
-
-def _message(error: Any) -> str:
-    return one_line(str(error.get("message", error) if isinstance(error, dict) else error))
-
-
-# ---- OpenAI and vLLM
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    token_ids: list[int] | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_decode_chunk = msgspec.json.Decoder(_Chunk).decode
-
-
-def _read_openai(piece: bytes, reply: Reply, now: float) -> None:
-    chunk = _decode_chunk(piece)
-    if chunk.choices:
-        choice = chunk.choices[0]
-        reply.take(choice.text or (choice.delta and choice.delta.content) or "", now)
-        if choice.token_ids:
-            reply.token_ids += choice.token_ids
-    if chunk.usage:
-        reply.output_tokens = chunk.usage.completion_tokens or 0
-        reply.prompt_len = chunk.usage.prompt_tokens or reply.prompt_len
-    if chunk.error:
-        reply.error = _message(chunk.error)
-
-
-def _streamed(settings: Settings) -> Json:
-    ends = {"ignore_eos": True} if settings.ignore_eos else {}
-    ids = {"return_token_ids": True} if settings.wants_token_ids else {}
-    fixed = {"model": settings.model, "stream": True, "stream_options": {"include_usage": True}}
-    return {**fixed, **ends, **ids, **settings.sampling, **settings.extra_body}
-
-
-def _completion(turns: Sequence[Prompt], output_len: int, settings: Settings) -> Json:
-    # As vLLM's client: without this a model's own default would count, and steps cost more.
-    plain = {"repetition_penalty": 1.0}
-    return {"prompt": _prompt(turns), "max_tokens": output_len, **plain, **_streamed(settings)}
-
-
-def _chat(turns: Sequence[Prompt], output_len: int, settings: Settings) -> Json:
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    return {"messages": messages, "max_completion_tokens": output_len, **_streamed(settings)}
-
-
-# ---- TGI
-
-
-class _Details(msgspec.Struct):
-    generated_tokens: int = 0
-
-
-class _Token(msgspec.Struct):
-    text: str = ""
-
-
-class _Event(msgspec.Struct):
-    token: _Token | None = None
-    details: _Details | None = None
-    error: Any = None
-
-
-_decode_event = msgspec.json.Decoder(_Event).decode
-
-
-def _read_tgi(piece: bytes, reply: Reply, now: float) -> None:
-    event = _decode_event(piece)
-    if event.token:
-        reply.take(event.token.text, now)
-    if event.details:
-        reply.output_tokens = event.details.generated_tokens
-    if event.error:
-        reply.error = _message(event.error)
-
-
-def _tgi(turns: Sequence[Prompt], output_len: int, settings: Settings) -> Json:
-    # TGI refuses a temperature of 0: greedy is what it does without one.
-    sampling = {
-        name: value for name, value in settings.sampling.items() if (name, value) != ("temperature", 0)
-    }
-    parameters = {"max_new_tokens": output_len, "details": True, **sampling, **settings.extra_body}
-    return {"inputs": _prompt(turns), "parameters": parameters}
-
-
-# ---- Hex-LLM on Vertex AI
-
-
-class _Prediction(msgspec.Struct):
-    predictions: list[str] = []
-    error: Any = None
-
-
-_decode_prediction = msgspec.json.Decoder(_Prediction).decode
-
-
-def _read_vertex(piece: bytes, reply: Reply, now: float) -> None:
-    prediction = _decode_prediction(piece)
-    if prediction.error:
-        reply.error = _message(prediction.error)
-    else:
-        reply.take(prediction.predictions[0], now)
-
-
-def _vertex(turns: Sequence[Prompt], output_len: int, settings: Settings) -> Json:
-    ends = {"ignore_eos": True} if settings.ignore_eos else {}
-    instance = {"prompt": _prompt(turns), "max_tokens": output_len, "stream": True, **ends}
-    return {"instances": [{**instance, **settings.sampling, **settings.extra_body}]}
-
-
-_COMPLETIONS = Dialect("/v1/completions", _completion, _read_openai, takes_ids=True)
-DIALECTS = {
-    "vllm": _COMPLETIONS,
-    "openai": _COMPLETIONS,
-    "openai-chat": Dialect("/v1/chat/completions", _chat, _read_openai),
-    "tgi": Dialect("/generate_stream", _tgi, _read_tgi, ignores_eos=False),
-    "vertex": Dialect("/generate", _vertex, _read_vertex, separator=b"\0", prefix=b""),
-}
+            chunk = _decode(piece)
+        except msgspec.MsgspecError:
+            reply.error = f"the stream holds {one_line(piece[:80].decode('utf-8', 'replace'))}"
+            return
+        if choice := chunk.choices[0] if chunk.choices else chunk.token:
+            reply.take(choice.text or (choice.delta or {}).get("content") or "", now)
+            reply.token_ids += choice.token_ids or ()
+        elif chunk.predictions:
+            reply.take(chunk.predictions[0], now)
+        if usage := chunk.usage or chunk.details:
+            reply.output_tokens = usage.get("completion_tokens") or usage.get("generated_tokens") or 0
+            reply.prompt_len = usage.get("prompt_tokens") or reply.prompt_len
+        if error := chunk.error:
+            reply.error = one_line(str(error.get("message", error) if isinstance(error, dict) else error))

@@ -1,23 +1,25 @@
-"""HTTP as a load needs it: many streams at once, at little cost, with the time when bytes were read.
-
-One read of a socket is one look at the clock, before anything else is done with the bytes.
-"""
+"""HTTP as a load needs it: many streams at once, at little cost, with the time of each chunk of a body."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import cast
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
-from hex_llm.errors import HexError, one_line
+from hex_llm.errors import ConfigError, HexError, one_line
 
-MAX_FILES = 65_536
+MAX_FILES = READ_BYTES = 65_536
+TIMEOUT_S = 30  # of a question beside the load
 Feed = Callable[[bytes, float], None]
 
 
@@ -29,47 +31,34 @@ class _Unanswered(Refused):
     """The connection was closed before the first byte of an answer."""
 
 
-class Connection(asyncio.Protocol):
+class Connection:
     """A connection that is kept; it carries one request at a time."""
 
-    def __init__(self) -> None:
-        self.is_open = False
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self.writer = reader, writer
         self._parser = httptools.HttpResponseParser(self)
-        self._status = 0
-        self._refusal = b""
-        self._now = 0.0
-        self._feed: Feed = lambda data, now: None
-        self._end: asyncio.Future[None] | None = None
 
     async def post(self, request: bytes, feed: Feed) -> None:
         """Returns when the body was fed; raises Refused."""
-        self._feed, self._status, self._refusal = feed, 0, b""
-        self._end = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        await self._end
+        self._feed, self._refusal, self._status = feed, b"", 0
+        self._is_complete = self.is_reusable = False
+        self.writer.write(request)
+        while not self._is_complete:
+            data = await self._read()
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserError:
+                raise Refused(f"no HTTP: {one_line(data[:60].decode('utf-8', 'replace'))}") from None
+        if self._status != 200:
+            message = " ".join(self._refusal.decode("utf-8", "replace").split())[:300]
+            raise Refused(f"HTTP {self._status}: {one_line(message)}")
 
-    def close(self) -> None:
-        self.is_open = False
-        self._transport.close()
-
-    # ---- asyncio's
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self.is_open = True
-
-    def data_received(self, data: bytes) -> None:
-        self._now = time.perf_counter()
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self._finish(Refused(f"no HTTP: {one_line(data[:60].decode('utf-8', 'replace'))}"))
-            self.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_open = False
+    async def _read(self) -> bytes:
+        with suppress(ConnectionError):
+            if data := await self._reader.read(READ_BYTES):
+                return data
         kind = Refused if self._status else _Unanswered
-        self._finish(kind("the server closed the connection before the end of its answer"))
+        raise kind("the server closed the connection before the end of its answer")
 
     # ---- httptools'
 
@@ -78,33 +67,109 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         if self._status == 200:
-            self._feed(body, self._now)
+            self._feed(body, time.perf_counter())
         else:
             self._refusal += body
 
     def on_message_complete(self) -> None:
-        if not self._parser.should_keep_alive():
-            self.close()
-        if self._status == 200:
-            self._finish(None)
-        else:
-            said = " ".join(self._refusal.decode("utf-8", "replace").split())
-            self._finish(Refused(f"HTTP {self._status}: {one_line(said[:300])}"))
-
-    def _finish(self, error: Refused | None) -> None:
-        if self._end is None or self._end.done():
-            return
-        if error is None:
-            self._end.set_result(None)
-        else:
-            self._end.set_exception(error)
+        self._is_complete, self.is_reusable = True, self._parser.should_keep_alive()
 
 
-def tls_context(insecure: bool) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if insecure:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
+class Server:
+    """A server: questions to it, one at a time, and a load over as many connections as it needs at once."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False) -> None:
+        try:
+            url = urlsplit(base_url)
+            is_tls, port, host = url.scheme == "https", url.port, url.hostname
+        except ValueError:  # a port that is none
+            host = None
+        if not host or url.scheme not in ("http", "https"):
+            raise ConfigError(f"{one_line(base_url)}: no URL of a server; it begins with http:// or https://")
+        self.base_url, self._base_path = base_url.rstrip("/"), url.path.rstrip("/")
+        self._host, self._port = host, port or (443 if is_tls else 80)
+        self._tls = ssl.create_default_context() if is_tls else None
+        if self._tls and insecure:
+            self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
+        fixed = {"host": url.netloc.rpartition("@")[2], "content-type": "application/json"}
+        self._headers = {**fixed, **headers}
+        self._idle: list[Connection] = []
+
+    def connect(self) -> HTTPConnection:
+        """For one question; raises HexError where nobody listens."""
+        connection = HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+        if self._tls:
+            connection = HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=self._tls)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise HexError(f"{self.base_url} is unreachable: {error}; is the server running?") from error
+        return connection
+
+    def ask(self, path: str, body: Any = None) -> bytes:
+        """The answer to a GET or, with a body, to a POST; raises HexError with one line."""
+        method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
+        connection = self.connect()
+        try:
+            connection.request(method, self._base_path + path, data, self._headers)
+            response = connection.getresponse()
+            answer = response.read()
+        except (OSError, HTTPException) as error:
+            problem = f"no HTTP answer: {type(error).__name__}: {one_line(str(error))}"
+            raise HexError(f"{self.base_url}{path}: {problem}") from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise HexError(f"{self.base_url}{path}: HTTP {response.status} {one_line(response.reason)}")
+        return answer
+
+    def first_model(self) -> str:
+        try:
+            return str(json.loads(self.ask("/v1/models"))["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise HexError(f"{self.base_url}/v1/models names no model; name one with --model") from error
+
+    def counters(self) -> dict[str, float]:
+        """The numbers of /metrics, added up over their labels; none where there is no such page."""
+        totals: dict[str, float] = {}
+        with suppress(HexError, ValueError):
+            page = self.ask("/metrics").decode("utf-8", "replace")
+            for sample in (one for family in text_string_to_metric_families(page) for one in family.samples):
+                totals[sample.name] = totals.get(sample.name, 0) + sample.value
+        return totals
+
+    # ---- a load
+
+    async def post(self, path: str, payload: Any, feed: Feed, request_id: str) -> None:
+        """Feeds the answer's body; raises Refused, or OSError where there is no connection."""
+        headers, body = {**self._headers, "x-request-id": request_id}, msgspec.json.encode(payload)
+        head = [
+            f"POST {self._base_path}{path} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in headers.items()),
+            f"content-length: {len(body)}\r\n\r\n",
+        ]
+        request = "\r\n".join(head).encode() + body
+        while self._idle:
+            # The server may have closed a kept connection, if only just now.
+            with suppress(_Unanswered):
+                await self._post_on(self._idle.pop(), request, feed)
+                return
+        streams = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        await self._post_on(Connection(*streams), request, feed)
+
+    async def _post_on(self, connection: Connection, request: bytes, feed: Feed) -> None:
+        try:
+            await connection.post(request, feed)
+        finally:
+            if connection.is_reusable:
+                self._idle.append(connection)
+            else:
+                connection.writer.close()
+
+    def close(self) -> None:
+        """To be called before the event loop is."""
+        while self._idle:
+            self._idle.pop().writer.close()
 
 
 def allow_connections() -> None:
@@ -115,55 +180,3 @@ def allow_connections() -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         enough = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (enough, most))
-
-
-class HttpClient:
-    """Posts JSON to one server over as many connections as there are requests at once."""
-
-    def __init__(self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False) -> None:
-        url = urlsplit(base_url)
-        is_tls = url.scheme == "https"
-        self._host, self._port = url.hostname or "", url.port or (443 if is_tls else 80)
-        self._ssl = tls_context(insecure) if is_tls else None
-        self._base_path = url.path.rstrip("/")
-        fixed = {"host": url.netloc.rpartition("@")[2], "content-type": "application/json", **headers}
-        self._head = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
-        self._idle: list[Connection] = []
-
-    async def post(self, path: str, body: bytes, feed: Feed, request_id: str) -> None:
-        """Feeds the answer's body; raises Refused, or OSError where there is no connection."""
-        head = (
-            f"POST {self._base_path}{path} HTTP/1.1\r\n{self._head}x-request-id: {request_id}\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
-        )
-        request = head.encode() + body
-        kept = self._kept()
-        try:
-            await self._post_on(kept or await self._connect(), request, feed)
-        except _Unanswered:
-            if kept is None:
-                raise
-            # A server may close a kept connection just when it is used again.
-            await self._post_on(await self._connect(), request, feed)
-
-    async def _post_on(self, connection: Connection, request: bytes, feed: Feed) -> None:
-        try:
-            await connection.post(request, feed)
-        finally:
-            if connection.is_open:
-                self._idle.append(connection)
-
-    def close(self) -> None:
-        for connection in self._idle:
-            connection.close()
-
-    def _kept(self) -> Connection | None:
-        while self._idle:
-            if (connection := self._idle.pop()).is_open:
-                return connection
-        return None
-
-    async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._ssl)
-        return connection

@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Protocol
 
-from hex_llm.bench.server import Server
+from hex_llm.bench.client import Server
 from hex_llm.config import EngineConfig
 from hex_llm.errors import HexError
-from hex_llm.text.chat import encode_chat
+from hex_llm.text import chat
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.weights.model_files import open_tokenizer
 from hex_llm.weights.source import fetch_for
 
 SMALLEST_VOCABULARY = 10_000  # taken where nobody tells it: ids below it exist in every model of today
-
-
-class BenchTokenizer(Protocol):
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]:
-        """With the special tokens that a server adds to a prompt."""
-
-    def encode_chat(self, text: str) -> list[int]:
-        """One user's message in the model's chat template; without one, the text."""
-
-
-class LocalTokenizer:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.vocab_size = tokenizer.vocab_size
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def encode_chat(self, text: str) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            return self.encode(text)
-        return encode_chat(self._tokenizer, [{"role": "user", "content": text}])[1]
 
 
 class ServerTokenizer:
@@ -53,19 +28,28 @@ class ServerTokenizer:
             self.vocab_size = SMALLEST_VOCABULARY
 
     def encode(self, text: str) -> list[int]:
-        return self._tokens({"prompt": text})
+        return self.tokens(prompt=text)
 
-    def encode_chat(self, text: str) -> list[int]:
-        try:
-            return self._tokens({"messages": [{"role": "user", "content": text}]})
-        except HexError:  # it has no template
-            return self.encode(text)
-
-    def _tokens(self, prompt: dict[str, object]) -> list[int]:
+    def tokens(self, **prompt: object) -> list[int]:
+        """Of a `prompt` or of `messages`."""
         try:
             return list(json.loads(self._server.ask("/tokenize", {"model": self._model, **prompt}))["tokens"])
         except (ValueError, KeyError, TypeError) as error:
             raise HexError(f"{self._server.base_url}/tokenize: the answer holds no tokens") from error
+
+
+BenchTokenizer = Tokenizer | ServerTokenizer
+
+
+def encode_chat(tokenizer: BenchTokenizer, text: str) -> list[int]:
+    """One user's message in the model's chat template; without one, the text."""
+    messages = [{"role": "user", "content": text}]
+    if isinstance(tokenizer, Tokenizer):
+        return chat.encode_chat(tokenizer, messages)[1] if tokenizer.chat_template else tokenizer.encode(text)
+    try:
+        return tokenizer.tokens(messages=messages)
+    except HexError:  # it has no template
+        return tokenizer.encode(text)
 
 
 def find_tokenizer(
@@ -74,13 +58,11 @@ def find_tokenizer(
     """That of --tokenizer, else the server's, else, if one is required, that of --model."""
     if args.skip_tokenizer_init:
         return None
-    if args.tokenizer:
-        return load(args.tokenizer, args.tokenizer_mode)
-    try:
-        return ServerTokenizer(server, model)
-    except HexError:
-        return load(args.model, args.tokenizer_mode) if required and args.model else None
-
-
-def load(name: str, mode: str) -> LocalTokenizer:
-    return LocalTokenizer(open_tokenizer(fetch_for(EngineConfig(), name, tokenizer_only=True), mode))
+    name = args.tokenizer
+    if not name:
+        try:
+            return ServerTokenizer(server, model)
+        except HexError:
+            name = args.model if required else None
+    path = fetch_for(EngineConfig(), name, tokenizer_only=True) if name else None
+    return open_tokenizer(path, args.tokenizer_mode) if path else None

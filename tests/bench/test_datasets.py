@@ -5,20 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from hex_llm.bench.datasets import make_samples
-from hex_llm.bench.samples import Sample, Source
-from hex_llm.bench.serve import client_parser, parse_client
-from hex_llm.bench.tokenizers import LocalTokenizer
+from hex_llm.bench.arguments import client_parser, parse_client
+from hex_llm.bench.datasets import Sample, Source, make_samples
 from hex_llm.config import EngineConfig
 from hex_llm.errors import HexError
+from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.weights.model_files import open_tokenizer
 from hex_llm.weights.source import fetch
 from tests.server.fakes import byte_tokenizer
 
-BYTES = LocalTokenizer(byte_tokenizer())
+BYTES = byte_tokenizer()
 
 
-def samples(*argv: str, tokenizer: LocalTokenizer | None = BYTES, takes_ids: bool = True) -> list[Sample]:
+def samples(*argv: str, tokenizer: Tokenizer | None = BYTES, takes_ids: bool = True) -> list[Sample]:
     args = parse_client(client_parser("serve", ""), ["--num-prompts=40", *argv])
     return make_samples(Source(args, tokenizer, takes_ids, BYTES.vocab_size))
 
@@ -42,7 +41,7 @@ def test_made_up_prompts_have_the_lengths_that_they_say(name: str, takes_ids: bo
 
 
 def test_text_of_a_real_vocabulary_has_the_length_too() -> None:
-    tokenizer = LocalTokenizer(open_tokenizer(fetch(None, cache_dir=EngineConfig().cache_dir), "auto"))
+    tokenizer = open_tokenizer(fetch(None, cache_dir=EngineConfig().cache_dir), "auto")
     made = samples("--num-prompts=5", "--random-input-len=333", tokenizer=tokenizer, takes_ids=False)
     assert [len(tokenizer.encode(str(one.prompt))) for one in made] == [333] * 5
 

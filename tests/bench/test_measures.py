@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from hex_llm.bench.arrivals import arrival_times
+from hex_llm.bench.arguments import client_parser, parse_client
 from hex_llm.bench.backends import Reply
-from hex_llm.bench.compare import comparisons
-from hex_llm.bench.measures import measure
-from hex_llm.bench.serve import client_parser, parse_client
-from hex_llm.bench.server import server_side
+from hex_llm.bench.load import arrival_times
+from hex_llm.bench.results import measure, server_side
+from hex_llm.bench.serve import comparisons
 
 
 def reply(start: float, times: list[float], num_tokens: int, num_in: int = 10, **more: Any) -> Reply:
@@ -30,9 +30,10 @@ REPLIES = [
 ]
 
 
-def measured(**options: Any) -> dict[str, Any]:
-    metrics = ["ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue"]
-    return measure(REPLIES, 2.0, metrics=metrics, percentiles=[50, 99.9], **options)
+def measured(*argv: str, replies: list[Reply] = REPLIES, rate: float = math.inf) -> dict[str, Any]:
+    metrics = "ttft,tpot,itl,e2el,client_queue_time,e2el_including_client_queue"
+    flags = [f"--percentile-metrics={metrics}", "--metric-percentiles=50,99.9", "--save-detailed", *argv]
+    return measure(replies, 2.0, parse_client(client_parser("serve", ""), flags), rate)
 
 
 def test_counts_and_rates() -> None:
@@ -61,17 +62,17 @@ def test_times() -> None:
 
 def test_only_a_limited_run_has_a_queue() -> None:
     assert "mean_client_queue_time_ms" not in measured()
-    limited = measured(is_limited=True)
+    limited = measured("--max-concurrency=1")
     assert limited["mean_client_queue_time_ms"] == pytest.approx(100 / 3)
     assert "mean_e2el_including_client_queue_ms" not in limited
-    paced = measured(is_limited=True, is_paced=True)
+    paced = measured("--max-concurrency=1", rate=3.0)
     assert paced["mean_e2el_including_client_queue_ms"] == pytest.approx((900 + 1300 + 300) / 3)
 
 
 def test_goodput_counts_requests_that_keep_to_every_limit() -> None:
-    assert measured(goodput={"ttft": 500})["request_goodput"] == 1.0
-    assert measured(goodput={"tpot": 60, "ttft": 2000})["request_goodput"] == 1.0
-    assert measured(goodput={"e2el": 1})["request_goodput"] == 0.0
+    assert measured("--goodput", "ttft:500")["request_goodput"] == 1.0
+    assert measured("--goodput", "tpot:60", "ttft:2000")["request_goodput"] == 1.0
+    assert measured("--goodput", "e2el:1")["request_goodput"] == 0.0
 
 
 def test_peaks_are_of_seconds_since_the_first_request() -> None:
@@ -81,7 +82,7 @@ def test_peaks_are_of_seconds_since_the_first_request() -> None:
 
 
 def test_a_run_without_any_success_has_numbers() -> None:
-    result = measure([Reply(1, error="x")], 1.0, metrics=["ttft"], percentiles=[99])
+    result = measured(replies=[Reply(1, error="x")])
     assert result["completed"] == result["mean_ttft_ms"] == result["max_concurrent_requests"] == 0
 
 

@@ -163,7 +163,7 @@ def test_a_plot_without_matplotlib(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("hex_llm.bench.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("hex_llm.bench.results.find_spec", lambda name: None)
     assert bench(url, "--plot=x.png") == 2
     assert capsys.readouterr().err == 'error: --plot: needs matplotlib; pip install "hex-llm[bench]"\n'
 

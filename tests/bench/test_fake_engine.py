@@ -1,43 +1,34 @@
-"""`bench` with a tiny model: against a real server of it, and without one."""
+"""`bench` with an engine that has no model: behind a real server in a process of its own, and without one."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tokenizers
 
 from hex_llm.cli import main
-from tests.test_serve import await_ready, serving, start
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
-}  # fmt: skip
-ENGINE = ["--load_format=dummy", "--max_num_seqs", "2", "--num_blocks=64"]
+from tests.server.fakes import FakeEngine, byte_tokenizer
+from tests.test_serve import await_ready, serving, start_fake
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Random weights, and a token for each byte."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A token for each byte."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({one: i for i, one in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return str(folder)
+    model = tokenizers.models.BPE({one: i for i, one in enumerate(letters)}, [])
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
 
 
-def test_conversations_find_their_prefix(model: str, tmp_path: Path) -> None:
-    process = start(model, *ENGINE, "--port=0", "--enable_prefix_cache_hbm", "--prefix_cache_unit=block")
+def test_conversations_find_their_prefix(tokenizer: Path, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     turns = ["--dataset-name=multi-turn", "--multi-turn-num-conversations=1", "--num-prompts=3"]
-    lengths = ["--multi-turn-prefix-len=100", "--input-len=10", "--output-len=4"]
+    lengths = ["--multi-turn-prefix-len=100", "--input-len=10", "--output-len=4", f"--tokenizer={tokenizer}"]
     save = ["--save-result", "--save-detailed", f"--result-filename={path}", "--disable-tqdm"]
+    process = start_fake("__import__('tests.bench.fakes', fromlist=['*']).CachingEngine()")
     with serving(process) as (address, _):
         await_ready(process, address)
         assert main(["bench", "serve", f"--base-url={address}", *turns, *lengths, *save]) == 0
@@ -55,7 +46,15 @@ def test_conversations_find_their_prefix(model: str, tmp_path: Path) -> None:
     assert server["mean_queue_time_ms"] >= 0
 
 
-def test_latency(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    engine.limits = replace(engine.limits, vocab_size=byte_tokenizer().vocab_size)  # ids above are faults
+    monkeypatch.setattr("hex_llm.llm.load_engine", lambda config, progress: (engine, byte_tokenizer()))
+
+
+@pytest.mark.usefixtures("fake_llm")
+def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "latency.json"
     sizes = [
         "--input-len=8",
@@ -65,20 +64,24 @@ def test_latency(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "--num-iters=2",
         "--disable-detokenize",
     ]
-    assert main(["bench", "latency", f"--model={model}", *sizes, f"--output-json={path}", *ENGINE]) == 0
+    assert (
+        main(["bench", "latency", "--model=fake", *sizes, f"--output-json={path}", "--max_num_seqs", "2"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert out.startswith("Avg latency: ")
     assert "99% percentile latency: " in out
     result = json.loads(path.read_text())
-    assert result["model_id"] == model
+    assert result["model_id"] == "fake"
     assert len(result["latencies"]) == 2
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
-def test_throughput(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("fake_llm")
+def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "throughput.json"
     sizes = ["--num-prompts=6", "--input-len=8", "--output-len=3", "--num-warmups=1", "--n=2"]
-    assert main(["bench", "throughput", model, *sizes, f"--output-json={path}", *ENGINE]) == 0
+    assert main(["bench", "throughput", "fake", *sizes, f"--output-json={path}", "--max_num_seqs", "2"]) == 0
     out = capsys.readouterr().out
     assert "requests/s, " in out
     assert "Total num prompt tokens:  48\nTotal num output tokens:  36\n" in out
