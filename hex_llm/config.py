@@ -18,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 from hex_llm.errors import ConfigError, one_line
 
 MAX_INT = 2**31 - 1
+HEX_LLM_PREFILL_PADDING = 512  # its default of prefill_len_padding
 # Of the host's memory, for all sequences that wait or run; and what one costs in both processes together.
 QUEUE_SHARE = 0.1
 BYTES_PER_TOKEN = 80
@@ -210,43 +211,67 @@ class EngineConfig:
         "When a step has to be compiled after the warm-up: warn, or end its requests with an error.",
         choices=("warn", "error"),
     )
-    max_prefill_seqs: int = engine_flag(1, "The most sequences prefilled in one step.")
-    prefill_seqs_padding: int = engine_flag(8, "The prefill batch is padded to a multiple of this.")
-    prefill_len_padding: int = engine_flag(
-        512,
-        "The prefill length is padded to a multiple of this, below it to a power of two. Also the unit of "
-        "prefix-cache hits.",
+    max_prefill_seqs: int | None = engine_flag(
+        None,
+        "The most sequences prefilled in one step.",
+        unset="32 on GPUs, 8 on TPUs and CPUs (Hex-LLM: 1)",
+    )
+    prefill_seqs_padding: int | None = engine_flag(
+        None, "The prefill batch is padded to a multiple of this.", unset="not padded (Hex-LLM: 8)"
+    )
+    prefill_len_padding: int | None = engine_flag(
+        None,
+        "The tokens of a step that prefills are padded to a multiple of this, below it to a power of two. "
+        "Also the unit of prefix-cache hits.",
+        unset="as pads little; 512 as the unit of hits (Hex-LLM: 512)",
         deprecated=("tokens_pad_multiple",),
     )
-    max_decode_seqs: int = engine_flag(
-        256, "The most sequences decoded in one step.", aliases=("max_running_seqs", "max_num_seqs")
+    max_decode_seqs: int | None = engine_flag(
+        None,
+        "The most sequences decoded in one step.",
+        unset="1024 on GPUs with 40 GiB free after the weights, 256 on smaller ones and TPUs, 32 on CPUs; "
+        "not more than max_num_batched_tokens (Hex-LLM: 256)",
+        aliases=("max_running_seqs", "max_num_seqs"),
     )
-    decode_seqs_padding: int = engine_flag(
-        8,
+    decode_seqs_padding: int | None = engine_flag(
+        None,
         "The decode batch is padded to a multiple of this, below it to 1, 2 or 4.",
+        unset="8 (Hex-LLM: 8)",
         deprecated=("seqs_pad_multiple",),
     )
-    decode_blocks_padding: int = engine_flag(
-        128, "The width of the block table is padded to a multiple of this."
+    decode_blocks_padding: int | None = engine_flag(
+        None,
+        "The width of the block table is padded to a multiple of this.",
+        unset="not padded (Hex-LLM: 128)",
     )
-    enable_prefix_cache_hbm: bool = engine_flag(
-        False,
+    enable_prefix_cache_hbm: bool | None = engine_flag(
+        None,
         "Keep the KV cache of shared prompt prefixes for later requests.",
+        unset="true, with hits by block (Hex-LLM: false)",
         aliases=("enable_prefix_caching",),
     )
-    prefix_cache_unit: str = engine_flag(
-        "prefill_len_padding",
+    prefix_cache_unit: str | None = engine_flag(
+        None,
         "What prefix-cache hits are counted in: multiples of prefill_len_padding, or single blocks.",
+        unset="prefill_len_padding if enable_prefix_cache_hbm is given, else block",
         choices=("block", "prefill_len_padding"),
     )
-    enable_chunked_prefill: bool = engine_flag(
-        False, "Run chunks of prompts and decodes in one step; a long prompt then never holds up the others."
+    enable_chunked_prefill: bool | None = engine_flag(
+        None,
+        "Run chunks of prompts and decodes in one step; a long prompt then never holds up the others.",
+        unset="true (Hex-LLM: false)",
     )
     max_num_batched_tokens: int | None = engine_flag(
         None,
         "The most tokens in one step. Without chunked prefill it limits the prompts that are put together, "
         "the last of which may be cut; a longer one runs alone.",
-        unset="with chunked prefill, prefill_len_padding and max_decode_seqs together; else no limit",
+        unset="8192 on GPUs with 40 GiB free after the weights, 4096 on smaller ones and TPUs, 256 on CPUs",
+    )
+    target_step_ms: int | None = engine_flag(
+        None,
+        "The milliseconds that a step shall take at most while someone decodes: as many tokens of prompts "
+        "are taken in as that allows.",
+        unset="70, on CPUs 200",
     )
     async_scheduling: bool = engine_flag(True, "Prepare and send off the next step while one runs.")
     max_concurrent_requests: int | None = engine_flag(
@@ -300,32 +325,22 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        budget = self.max_num_batched_tokens
-        if self.enable_chunked_prefill and budget is not None and budget < self.max_decode_seqs:
-            raise ConfigError(
-                f"--max_num_batched_tokens={budget}: must be at least max_decode_seqs, {self.max_decode_seqs}"
-            )
+        budget, most = self.max_num_batched_tokens, self.max_decode_seqs
+        if self.enable_chunked_prefill is not False and (budget or MAX_INT) < (most or 0):
+            raise ConfigError(f"--max_num_batched_tokens={budget}: must be at least max_decode_seqs, {most}")
 
     @property
     def cache_dir(self) -> Path:
         return Path(self.download_dir).expanduser()
 
-    def max_step_tokens(self, max_len: int) -> int:
-        """The most tokens in one step, besides a single prompt that is not cut."""
-        if self.max_num_batched_tokens is not None:
-            return self.max_num_batched_tokens
-        if self.enable_chunked_prefill:
-            return self.prefill_len_padding + self.max_decode_seqs
-        return self.max_prefill_seqs * max_len
-
-    def max_sequences(self, max_len: int) -> int:
+    def max_sequences(self, max_len: int, max_decode_seqs: int) -> int:
         """That may be waiting and running: enough for every burst that can be served in good time, and what
         fits into a share of the memory even if all of them are as long as can be."""
         if self.max_concurrent_requests is not None:
             return self.max_concurrent_requests
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         fit = int(memory * QUEUE_SHARE) // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
-        return max(2 * self.max_decode_seqs, min(max(1024, 16 * self.max_decode_seqs), fit))
+        return max(2 * max_decode_seqs, min(max(1024, 16 * max_decode_seqs), fit))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,7 @@ BUILT: dict[str, Any] = {
     "prefix_cache_unit": "block",
     "enable_chunked_prefill": True,
     "max_num_batched_tokens": 512,
+    "target_step_ms": 30,
     "async_scheduling": False,
     "allow_priority": True,
     "recompile": "error",
@@ -154,7 +155,7 @@ def test_a_flag_that_is_not_built_is_refused_by_name(name: str, refused: tuple[s
         ("--enforce-eager", {"enable_jit": False}),
         ("--no-enforce-eager", {}),
         ("--enforce_eager=false", {}),
-        ("--no-enable-prefix-caching", {}),
+        ("--no-enable-prefix-caching", {"enable_prefix_cache_hbm": False}),
         ("--async-scheduling", {}),
         ("--no-enable-log-requests", {"disable_log_requests": True}),
         ("--max-loras 16", {}),
@@ -202,6 +203,8 @@ def test_the_seeds_command() -> None:
         "hbm_utilization_factor": 0.98,
         "tensor_parallel_size": 8,
         "max_model_len": 2048,
+        "max_decode_seqs": 256,
+        "enable_prefix_cache_hbm": False,
     }
 
 
@@ -257,7 +260,7 @@ SHARE = "must be a number above 0 and at most 1"
         ("--use_ray=maybe", "--use_ray=maybe: must be true or false"),
         ("--use_ray", "--use_ray: Ray workers are not built yet"),
         (
-            "--enable_chunked_prefill --max_num_batched_tokens=8",
+            "--max_decode_seqs=256 --max_num_batched_tokens=8",
             "--max_num_batched_tokens=8: must be at least max_decode_seqs, 256",
         ),
         ("--no-warmup=true", "--no-warmup: takes no value"),

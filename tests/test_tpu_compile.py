@@ -51,7 +51,7 @@ def test_experts_of_many_tokens_lower_with_their_kernel(name: str) -> None:
     sizes = Sizes(batch=8, context=64, prefill=512, tokens=4096, block_size=32, max_len=4096)
     row = tpu_compile.run_here(f"{name}/prefill", sizes, options, can_compile=False)
     assert not row.fault
-    assert "3 calls of the kernel" in row.exchanges, "attention, and two products"
+    assert "4 calls of the kernel" in row.exchanges, "attention of decodes and of chunks, and two products"
 
 
 def test_parts_lower_with_the_kernel() -> None:
@@ -69,10 +69,9 @@ def test_what_is_read_from_a_compiled_step(layouts: str, tmp_path: Path) -> None
     # The mesh that attention is divided over says which chip it is; devices are given by the arguments alone.
     seen: Any = tpu_compile.abstract_mesh(MODELS["llama-3.1-8b"])
     attend = programs.split_by_head(reference.paged_attention, seen)
-    layout = SlotLayout(SMALL.batch + 1, SMALL.max_len, spec.vocab_size)
-    setting = programs.ProgramContext(
-        spec, mesh, layout, attend, programs.split_by_width(experts.dense, seen)
-    )
+    layout = SlotLayout(SMALL.batch + 1, SMALL.max_len, spec.vocab_size, table_width=4)
+    fused_moe = programs.split_by_width(experts.dense, seen)
+    setting = programs.ProgramContext(spec, mesh, layout, SMALL.batch, attend, fused_moe)
     program = tpu_compile.described(setting, SMALL)["decode"]
     job = Job("tiny-decode", program, ROW, layouts, tmp_path)
     job.run(can_compile=True)

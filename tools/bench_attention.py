@@ -13,11 +13,15 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from threading import Lock
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -135,10 +139,8 @@ def batches(case: Case, seed: int = 0) -> tuple[list[Batch], int]:
         slots = tables[sequences, positions // case.block_size] * case.block_size
         slots += positions % case.block_size
         ints = [jnp.array(x, jnp.int32) for x in (positions, sequences, slots)]
-        empty = jnp.array(tables[:0])
-        found.append(
-            Batch(*ints, *((empty, jnp.array(tables)) if case.prefill else (jnp.array(tables), empty)))
-        )
+        num_decodes, max_chunks = (0, max(len(needed), 32)) if case.prefill else (len(needed), 0)
+        found.append(Batch(*ints, jnp.array(tables), jnp.int32(num_decodes), max_chunks))
     return found, num_blocks
 
 
@@ -160,34 +162,33 @@ def seconds(run: Callable[[], Any]) -> float:
     return statistics.median(found)
 
 
+TRACING = Lock()  # programs are compiled beside each other, and what is patched is everyone's
+
+
 class Way(NamedTuple):
-    tiling: gpu.Tiling | None = None  # None: the one that is chosen
+    # Of the tiling that is chosen; spare items are those of each block.
+    changes: Mapping[str, int] = MappingProxyType({})
     cudnn: bool = False  # begins
 
     def __str__(self) -> str:
         about = "cuDNN, ours  " if self.cudnn else ""
-        if self.tiling is not None:
-            shape = "rows {:3} keys {:3} splits {:2} min {:4} warps {} stages {}  "
-            about += shape.format(*vars(self.tiling).values())
-        return about
+        return about + "".join(f"{name} {value:3}  " for name, value in self.changes.items())
+
+    def tiling(self, choose: Any, *arguments: Any) -> gpu.Tiling:
+        chosen, changes = choose(*arguments), dict(self.changes)
+        if "num_spare" in changes:
+            changes["num_spare"] *= chosen.num_blocks
+        return replace(chosen, **changes)
 
 
 def attend(
     case: Case, way: Way, q: jax.Array, kv: jax.Array, pages: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
     """gpu.paged_attention in a given way."""
-    pages, semaphores = gpu.write_kv(kv, kv, pages, batch.kv_slots)
-    if not case.prefill:
-        tables = batch.decode_tables
-        tiling = way.tiling or gpu.decode_tiling(q, pages, tables)
-        cache = gpu.Cache(pages, tables, semaphores)
-        return gpu.attend(q, batch.positions, None, cache, case.options, tiling), pages
-    tables, rows = batch.prefill_tables, (batch.positions, batch.sequences)
-    tiling = way.tiling or gpu.prefill_tiling(q, pages, tables)
-    rest = gpu.Cache(pages, tables, semaphores), case.options, tiling
-    if way.cudnn:
-        return gpu.continued_prefill(q, kv, kv, *rows, *rest), pages
-    return gpu.prefill(q, *rows, *rest), pages
+    name = "prefill_tiling" if case.prefill else "decode_tiling"
+    tiling = partial(way.tiling, getattr(gpu, name))
+    with TRACING, patch.object(gpu, name, tiling), patch.object(gpu, "cudnn_begins", lambda *_: way.cudnn):
+        return gpu.paged_attention(q, kv, kv, pages, batch, case.options)
 
 
 def timed(case: Case, ways: list[Way]) -> None:
@@ -228,29 +229,25 @@ def timed(case: Case, ways: list[Way]) -> None:
 
 
 def decode_sweep(case: Case) -> list[Way]:
-    """(keys, warps, stages, splits, min_split) worth trying for so many sequences of KV_HEADS heads."""
+    """(keys, warps, stages, spare items of a block, min_split) worth trying for so many sequences."""
     num_seqs = len(case.rows)
     if num_seqs == 1:
-        tried = [(64, 2, 5, 32, 128), (128, 4, 5, 16, 128), (128, 4, 2, 32, 128)]
+        tried = [(64, 2, 5, 31, 128), (128, 4, 5, 15, 128), (128, 4, 2, 31, 128)]
     elif num_seqs <= 8:
-        tried = [(64, 2, 5, 8, 256), (64, 2, 3, 16, 256), (128, 4, 2, 16, 512)]
+        tried = [(64, 2, 5, 3, 256), (64, 2, 5, 7, 256), (64, 2, 3, 15, 256), (128, 4, 2, 15, 512)]
     elif num_seqs <= 16:
-        tried = [
-            (64, 2, 3, 4, 256),
-            (64, 2, 5, 4, 1024),
-            (64, 2, 3, 8, 512),
-            (64, 4, 3, 8, 512),
-            (128, 4, 2, 8, 1024),
-        ]
+        tried = [(64, 2, 3, 3, 256), (64, 2, 5, 3, 1024), (64, 4, 3, 7, 512), (128, 4, 2, 7, 1024)]
     else:
-        tried = [(128, 4, 2, 16, 2048), (128, 4, 2, 16, 1024), (64, 4, 3, 16, 1024), (64, 4, 3, 16, 2048)]
-    return [Way(gpu.Tiling(16, *shape[:1], *shape[3:], *shape[1:3])) for shape in tried]
+        tried = [(128, 4, 2, spare, least) for spare in (1, 3) for least in (512, 1024, 2048)]
+        tried += [(64, 4, 3, 1, 1024), (64, 4, 3, 3, 512)]
+    names = ("keys", "warps", "stages", "num_spare", "min_split")
+    return [Way(dict(zip(names, shape, strict=True))) for shape in tried]
 
 
 def prefill_sweep(case: Case) -> list[Way]:
-    shapes = [(128, 64, 8, 5), (256, 64, 8, 3), (256, 64, 8, 5), (256, 64, 16, 5), (128, 128, 8, 3)]
-    tilings = [gpu.Tiling(*shape[:2], 1, 512, *shape[2:]) for shape in shapes]
-    return [Way(tiling, cudnn) for tiling in tilings for cudnn in (False, True)]
+    shapes = [(64, 8, 3), (64, 8, 5), (64, 16, 5), (128, 8, 3)]
+    changes = [dict(zip(("keys", "warps", "stages"), shape, strict=True)) for shape in shapes]
+    return [Way(change, cudnn) for change in changes for cudnn in (False, True)]
 
 
 CHECKED = ((0, 300), (1000, 40), (0, 1), (3000, 3), (500, 700))  # prefills
@@ -266,9 +263,11 @@ def checked_batch(prefilled: tuple[tuple[int, int], ...], block_size: int) -> tu
     def turned(x: jax.Array) -> jax.Array:
         return jnp.pad(jnp.roll(x, num_decodes), (0, PADDING))
 
-    tables, rows = batch.prefill_tables, (batch.sequences - num_seqs) % (num_seqs + num_decodes)
+    rows = (batch.rows - num_seqs) % (num_seqs + num_decodes)
     places = turned(batch.positions), turned(rows), turned(batch.kv_slots)
-    return Batch(*places, tables[num_seqs:], tables[:num_seqs]), num_blocks
+    return Batch(
+        *places, jnp.roll(batch.tables, num_decodes, 0), jnp.int32(num_decodes), num_seqs
+    ), num_blocks
 
 
 def checked(prefilled: tuple[tuple[int, int], ...], kind: tuple[Any, ...]) -> str:

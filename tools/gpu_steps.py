@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,6 +16,7 @@ from hex_llm.types import Chunk, StepPlan
 
 CONTEXT = 1500  # tokens before a decode whose parts are timed
 REPEATS = 10
+MIXED = [(70, 0, 442), (300, 0, 724), (20, 0, 2028), (20, 2000, 1004), (20, 0, 4076)]
 # Of a kernel's name, the first that matches.
 KINDS = {
     "attention": r"attend|write_kernel",
@@ -42,19 +44,25 @@ def _chunk(llm: LLM, row: int, position: int, num_tokens: int) -> Chunk:
 
 
 def plans(llm: LLM) -> dict[str, StepPlan]:
-    """Decodes of some batches, and a full prefill."""
-    config = llm.config
-    batches = sorted({min(n, config.max_decode_seqs) for n in (1, 64, 128, 256)})
-    together = min(config.max_prefill_seqs, config.max_step_tokens(llm.engine.spec.max_len) // 1000)
+    """Decodes of some batches, decodes with a chunk of a prompt, and a full prefill."""
+    limits = llm.engine.stepper.scheduler.limits
+    batches = sorted({min(n, limits.max_decode_seqs) for n in (1, 64, 128, 256)})
+    together = min(limits.max_prefill_seqs, limits.max_tokens // 1000)
     decodes = {f"decode {n}": decode_plan(llm, n, CONTEXT) for n in batches}
-    return decodes | {f"prefill {together} x 1000": prefill_plan(llm, together, 1000)}
+    mixed = {}
+    for n, cached, num_tokens in MIXED:
+        if n < limits.max_decode_seqs:
+            chunk = _chunk(llm, n, cached, num_tokens)
+            name = f"decode {n} and prefill {num_tokens} after {cached}"
+            mixed[name] = StepPlan(decode_plan(llm, n, 600).decodes, (chunk,))
+    return mixed | {f"prefill {together} x 1000": prefill_plan(llm, together, 1000)} | decodes
 
 
-def compile_all(llm: LLM, steps: list[StepPlan]) -> None:
-    """Several at a time, before they are run one by one."""
+def remember(llm: LLM, plan: StepPlan, **params: Any) -> None:
+    """Writes the slots of a plan's rows."""
     runner = llm.engine.stepper.runner
-    with ThreadPoolExecutor(8) as compilers:
-        list(compilers.map(runner._program, {runner.paddings.shape(plan) for plan in steps}))
+    record = partial(runner.layout.record, SamplingParams(**params), 1, 1, [1])
+    runner.write_slots([(chunk.slot, record(list(chunk.blocks), None)) for chunk in plan.chunks])
 
 
 def repeated(llm: LLM, plan: StepPlan, repeats: int = REPEATS) -> tuple[float, float]:
@@ -78,14 +86,14 @@ def profile(llm: LLM, folder: Path) -> None:
     """Ends with the ways to choose tokens, in full batches."""
     steps = plans(llm)
     for name, plan in steps.items():
+        remember(llm, plan, temperature=0.0)
         wall = timed_step(llm, name, plan)
         with jax.profiler.trace(str(folder / name)):
             repeated(llm, plan)
         tell_parts(kernels(folder / name), wall)
-    runner, full = llm.engine.stepper.runner, list(steps.values())[-2]
+    full = list(steps.values())[-1]
     for params in ({"temperature": 0.0}, {}, {"top_p": 0.9}, {"logprobs": 5}):
-        record = runner.layout.record(SamplingParams(**params), 1, 1, [1], None)
-        runner.write_slots([(1 + i, record) for i in range(len(full.decodes))])
+        remember(llm, full, **params)
         timed_step(llm, f"{len(full.decodes)} rows, {params}", full)
 
 
@@ -93,7 +101,7 @@ def write_programs(llm: LLM, folder: Path) -> None:
     for name, plan in plans(llm).items():
         shape = llm.engine.stepper.runner.paddings.shape(plan)
         (folder / f"{name.replace(' ', '_')}.txt").write_text(
-            llm.engine.stepper.runner._program(shape).as_text()
+            llm.engine.stepper.runner.program(shape).as_text()
         )
 
 

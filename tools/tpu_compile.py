@@ -40,7 +40,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.execution import programs
-from hex_llm.execution.batch import StepShape
+from hex_llm.execution.batch import StepShape, num_choices
 from hex_llm.execution.programs import ProgramSpec
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import tpu, tpu_experts
@@ -100,10 +100,10 @@ def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Progr
         (layout.num_slots, layout.width), jnp.int32, sharding=NamedSharding(mesh, P())
     )
     held: Any = (described_weights(spec, mesh), [page] * len(spec.layers), slots)
-    width = -(-sizes.max_len // sizes.block_size)
     keys: dict[str, programs.Key] = {
-        "decode": StepShape(sizes.batch, 0, 0, width),
-        "prefill": StepShape(0, 2, sizes.prefill, width),
+        "decode": StepShape(sizes.batch, sizes.batch, 0),
+        "prefill": StepShape(sizes.prefill, min(sizes.prefill, sizes.batch), 2),
+        "logits": programs.Logits(sizes.batch),
         "choice": programs.Choose(sizes.batch),
     }
     return {
@@ -135,7 +135,8 @@ def setting_of(
     return programs.ProgramContext(
         spec,
         mesh,  # type: ignore[arg-type]
-        SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size),
+        SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size, -(-sizes.max_len // sizes.block_size)),
+        num_choices(sizes.batch),
         programs.split_by_head(tpu.paged_attention, seen),
         programs.split_by_width(tpu_experts.fused_moe, seen),
     )

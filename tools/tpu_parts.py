@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hex_llm.execution.batch import StepShape, unpack
+from hex_llm.execution.batch import StepShape, batch_of, parts_of
 from hex_llm.execution.programs import ProgramSpec
 from hex_llm.kernels import tpu
 from hex_llm.kernels.attention import Mask, Options
 from hex_llm.parallel.shardings import TP
 
-SHAPE = StepShape(16, 2, 256, 64)
+SHAPE, WIDTH = StepShape(272, 18, 2), 64
 NUM_BLOCKS, BLOCK_SIZE = 512, 32
 
 
@@ -46,16 +46,18 @@ def parts(mesh: Mesh | AbstractMesh, chip: str) -> dict[str, ProgramSpec]:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
     def attention(heads: Heads) -> ProgramSpec:
-        def attend(q: Any, k: Any, v: Any, pages: Any, packed: Any) -> tuple[jax.Array, jax.Array]:
-            batch = unpack(packed, SHAPE).batch
+        def attend(
+            q: Any, k: Any, v: Any, pages: Any, tables: Any, packed: Any
+        ) -> tuple[jax.Array, jax.Array]:
+            batch = batch_of(parts_of(packed, SHAPE), tables, SHAPE)
             return tpu.paged_attention(q, k, v, pages, batch, Options(Mask(), 0.1, None))
 
         on_each = jax.shard_map(attend, mesh=seen, in_specs=P(), out_specs=P(), check_vma=False)
         rows, num, width = SHAPE.num_tokens, heads.num_kv, heads.dim
         pages = described(NUM_BLOCKS, BLOCK_SIZE, num, 2, tpu.padded_head_dim(width))
         kv = described(rows, num, width)
-        packed = described(SHAPE.packed_size, dtype=jnp.int32)
-        arguments = (described(rows, num, heads.group, width), kv, kv, pages, packed)
+        ints = [described(*size, dtype=jnp.int32) for size in ((SHAPE.num_rows, WIDTH), (SHAPE.packed_size,))]
+        arguments = (described(rows, num, heads.group, width), kv, kv, pages, *ints)
         return ProgramSpec(on_each, arguments, (3,), whole)
 
     return {f"attention of {name}, {tuple(heads)}": attention(heads) for name, heads in ATTENTION.items()}

@@ -20,10 +20,13 @@ from hex_llm.execution.runner import CompiledLate, InFlight, Runner
 from hex_llm.ipc.stats import Stats
 from hex_llm.models.spec import ModelSpec
 from hex_llm.scheduling.blocks import BlockPool
-from hex_llm.scheduling.scheduler import Scheduler, StepLimits
+from hex_llm.scheduling.limits import StepTimes
+from hex_llm.scheduling.scheduler import Scheduler
 from hex_llm.scheduling.sequence import Sequence
 from hex_llm.text.grammar import GrammarFactory
 from hex_llm.types import Request, StepPlan, Update
+
+WAITED_SHARE = 0.2  # of the time that a step takes; if it is waited for less, the host may have come too late
 
 
 class Engine:
@@ -43,7 +46,7 @@ class Engine:
             self.stepper.scheduler.pool.num_usable,
             config.block_size,
             grammars is not None,
-            config.max_sequences(spec.max_len),
+            runner.paddings.limits.max_sequences,
             tuple(spec.eos_ids),
             config.allow_priority,
         )
@@ -51,8 +54,10 @@ class Engine:
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it
 
     def warm_up(self, progress: bool = False) -> None:
-        """Compiles every shape that a step can have."""
-        self.stepper.runner.warm_up(progress)
+        """Compiles every shape that a step can have, and finds out how long steps take."""
+        runner = self.stepper.runner
+        runner.warm_up(progress)
+        self.stepper.scheduler.times = StepTimes(runner.measure_steps())
 
     def add(self, request: Request) -> None:
         """Accepts a request; raises InvalidRequest or QueueFull, and nothing was accepted then."""
@@ -118,11 +123,14 @@ class Stepper:
     def __init__(self, config: EngineConfig, spec: ModelSpec, runner: Runner, num_blocks: int) -> None:
         self.config, self.runner = config, runner
         pool = BlockPool(num_blocks, config.block_size, str(runner.dtype))
-        self.scheduler = Scheduler(pool, StepLimits.of(config, spec.max_len))
+        self.scheduler = Scheduler(pool, runner.paddings.limits)
         self.num_steps = 0
         self._in_flight: deque[tuple[InFlight, list[Sequence]]] = deque()
         self._work, self._num_flops, self._num_padding = Work.of(spec), 0.0, 0
         self._step = Stats()  # what the present step has noted so far
+        self._busy_since: float | None = (
+            None  # since then the devices do the oldest step in flight, and it alone
+        )
 
     def step(self, book: RequestBook) -> bool:
         """Sends the next step off and reads the one before it; False: there was nothing to do."""
@@ -146,6 +154,7 @@ class Stepper:
         step, sequences = self._in_flight.popleft()
         with self._timed("wait_s"):
             chosen = self.runner.read(step)
+        self._note_time(step.plan)
         with self.runner.recorder.phase("tell"):
             self._keep_prompt_logprobs(book, step, sequences)
             for row, token_ids in self.scheduler.collect(step.plan, sequences, chosen.token_ids):
@@ -171,6 +180,16 @@ class Stepper:
             num_padding=self._num_padding,
             num_flops=self._num_flops / self.config.tensor_parallel_size,
         )
+
+    def _note_time(self, plan: StepPlan) -> None:
+        """A step was read just now. How long it took is known if it was ready to begin when the one before it
+        ended, and if the host was there before its end."""
+        now, times = time.perf_counter(), self.scheduler.times
+        if times is not None and self._busy_since is not None:
+            seconds = now - self._busy_since
+            if self._step.wait_s > WAITED_SHARE * seconds:
+                times.observe(plan, seconds)
+        self._busy_since = now if self._in_flight else None
 
     def _send_off(self, book: RequestBook, plan: StepPlan, sequences: list[Sequence]) -> None:
         """Who fails on the way is taken out of the step: it would compute from what its slot held before."""
@@ -219,7 +238,7 @@ class Stepper:
         allowed = constraint.words(sequence.token_ids, sequence.length) if constraint.is_needed else None
         num_prompt = len(sequence.prompt_ids)
         return self.runner.layout.record(
-            sequence.params, choice.seed, num_prompt, sequence.token_ids, allowed
+            sequence.params, choice.seed, num_prompt, sequence.token_ids, sequence.blocks, allowed
         )
 
     def _keep_prompt_logprobs(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:

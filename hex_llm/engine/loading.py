@@ -14,11 +14,13 @@ from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
 from hex_llm.errors import ConfigError
 from hex_llm.execution.batch import Paddings
-from hex_llm.execution.load import init_weights, load_weights
+from hex_llm.execution.kernel_choice import Devices, choose_kernels
+from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks
 from hex_llm.execution.runner import Runner, keep_compiled
 from hex_llm.models.families import model_spec
 from hex_llm.parallel.shardings import make_mesh
+from hex_llm.scheduling.limits import StepLimits
 from hex_llm.text.grammar import GrammarFactory
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.weights.model_files import ModelFiles, open_model, open_tokenizer
@@ -82,8 +84,11 @@ def build_engine(
         if files.checkpoint is None
         else load_weights(held, files.checkpoint, mesh, dtype, progress)
     )
-    num_blocks = num_kv_blocks(config, held, dtype, devices)
-    paddings = Paddings(config, spec.max_len)
+    platform = str(devices[0].platform)
+    limits = StepLimits.of(config, spec.max_len, platform, free_bytes(devices))
+    num_blocks = num_kv_blocks(config, limits.max_decode_seqs, held, dtype, devices)
+    kernels = choose_kernels(held, Devices(platform, len(devices), config.block_size, dtype))
+    paddings = Paddings(config, limits, spec.max_len, kernels.max_single)
     memory = account(weights, [], None, mesh, num_blocks, config.block_size)
     with explained(config, "allocating the KV cache", memory):
         runner = Runner(held, weights, mesh, paddings, num_blocks, dtype, kept_in)

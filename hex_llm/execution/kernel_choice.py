@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -21,11 +22,14 @@ from hex_llm.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
+MAX_SINGLE = 32  # a launch for chunks costs more than reading what some tokens see several times
+
 
 class Kernels(NamedTuple):
     attend: PagedAttention
     fused_moe: RoutedExperts
     page_width: int  # numbers of a key in its page
+    max_single: int  # a step of so many tokens is as fast if each attends by itself
     lay_out: Callable[[Weights], Weights]  # loaded weights, whose matrices get the form that is multiplied
 
 
@@ -43,9 +47,10 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     panel_width = _panel_width(spec, devices)
     if panel_width is not None:
         lay_out = partial(_in_panels, width=panel_width)
-        return Kernels(cpu.paged_attention, cpu_experts.fused_moe, spec.head_dim, lay_out)
+        return Kernels(cpu.paged_attention, cpu_experts.fused_moe, spec.head_dim, sys.maxsize, lay_out)
     width = tpu.padded_head_dim(spec.head_dim) if _attends_on_tpu(spec, devices) else spec.head_dim
-    return Kernels(_attention(spec, devices), _experts(spec, devices), width, lambda weights: weights)
+    attend, fused_moe = _attention(spec, devices), _experts(spec, devices)
+    return Kernels(attend, fused_moe, width, MAX_SINGLE, lambda weights: weights)
 
 
 def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:

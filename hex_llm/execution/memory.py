@@ -21,15 +21,16 @@ CPU_CAP = 2 << 30
 
 
 def num_kv_blocks(
-    config: EngineConfig, spec: ModelSpec, dtype: np.dtype[Any], devices: list[jax.Device]
+    config: EngineConfig, max_seqs: int, spec: ModelSpec, dtype: np.dtype[Any], devices: list[jax.Device]
 ) -> int:
-    """--num_blocks, or what --hbm_utilization_factor of the free memory holds; and the padding block."""
+    """--num_blocks, or what --hbm_utilization_factor of the free memory holds, but not more than so many
+    sequences need; and the padding block."""
     if config.num_blocks is not None:
         return config.num_blocks + 1
     choice = Devices(devices[0].platform, len(devices), config.block_size, dtype)
     width = choose_kernels(spec, choice).page_width
     per_device = spec.num_kv_heads // len(devices) * width * 2 * dtype.itemsize * len(spec.layers)
-    needed = config.max_decode_seqs * -(-spec.max_len // config.block_size)
+    needed = max_seqs * -(-spec.max_len // config.block_size)
     fitting = int(_room(config, devices)) // (per_device * config.block_size)
     if fitting < 1:
         raise ConfigError(

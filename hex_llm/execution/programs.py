@@ -1,7 +1,8 @@
-"""What runs on the devices, as traced functions: one step of the model, and the choice of tokens after it.
+"""What runs on the devices, as traced functions: one step of the model, the logits of its rows, and the
+choice of tokens.
 
-They are two programs, not one: a step exists for every shape, the choice only for a few numbers of rows, and
-together they would take half as long again to compile.
+They are programs of their own: a step exists for every number of tokens, logits for some numbers of rows, the
+choice for a few, and these do not depend on each other.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hex_llm.execution.batch import StepShape, unpack
+from hex_llm.execution.batch import StepShape, batch_of, num_choices, parts_of
 from hex_llm.execution.results import CHOICE_SIZE, first_token_ids, pack_choices, pack_tokens
 from hex_llm.execution.sampling import Chosen, Features, adjusted, choose, logprobs_of, no_logprobs, tokens
-from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens
+from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_blocks
 from hex_llm.kernels.attention import Options, PagedAttention
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.models import decoder
@@ -29,6 +30,13 @@ from hex_llm.parallel.shardings import PAGES, TP
 
 Pages = list[jax.Array]
 Program = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Of so many rows, filled up to a number that tokens are chosen for."""
+
+    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class PromptLogprobs:
     num_rows: int
 
 
-Key = StepShape | Choose | Adjust | AddLogprobs | Write | PromptLogprobs
+Key = StepShape | Logits | Choose | Adjust | AddLogprobs | Write | PromptLogprobs
 
 
 class ProgramContext(NamedTuple):
@@ -76,6 +84,7 @@ class ProgramContext(NamedTuple):
     spec: ModelSpec
     mesh: Mesh
     layout: SlotLayout
+    max_choices: int  # rows that tokens can be chosen for
     attend: PagedAttention
     fused_moe: RoutedExperts
 
@@ -97,21 +106,28 @@ def described(
     whole = NamedSharding(mesh, P())
     logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
 
+    rows = _ints(3, context.max_choices)
+
     def logits(num_rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_rows, spec.vocab_size), jnp.float32, sharding=logits_lie)
+
+    def hidden(num_rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_rows, spec.hidden_size), pages[0].dtype)
 
     match key:
         case StepShape():
             step = partial(forward, shape=key, context=context)
-            hidden = whole if key.num_prefills else None
-            results = (logits_lie, whole, hidden, [NamedSharding(mesh, PAGES)] * len(pages))
-            return ProgramSpec(step, (weights, pages, slots, _ints(key.packed_size)), (1,), results)
+            results = (whole, whole, whole, [NamedSharding(mesh, PAGES)] * len(pages), whole)
+            return ProgramSpec(step, (weights, pages, slots, _ints(key.packed_size)), (1, 2), results)
+        case Logits(num_rows):
+            last = partial(row_logits, num_rows=num_rows, spec=spec)
+            return ProgramSpec(last, (weights, hidden(context.max_choices)), (), logits_lie)
         case Choose(num_rows, variant):
             chosen = partial(choose_tokens, layout=layout, variant=variant)
-            return ProgramSpec(chosen, (slots, logits(num_rows), _ints(3, num_rows)), (0,), (whole, whole))
+            return ProgramSpec(chosen, (slots, logits(num_rows), rows), (0,), (whole, whole))
         case Adjust(num_rows):
             adjust = partial(adjusted_logits, layout=layout)
-            return ProgramSpec(adjust, (slots, logits(num_rows), _ints(3, num_rows)), (), logits_lie)
+            return ProgramSpec(adjust, (slots, logits(num_rows), rows), (), logits_lie)
         case AddLogprobs(num_rows):
             choices = _ints(num_rows, CHOICE_SIZE)
             return ProgramSpec(add_logprobs, (logits(num_rows), choices), (1,), whole)
@@ -121,9 +137,8 @@ def described(
             values = _ints(num_rows, part.stop - part.start)
             return ProgramSpec(write, (slots, _ints(num_rows), values), (0,), whole)
         case PromptLogprobs(num_rows):
-            hidden_rows = jax.ShapeDtypeStruct((num_rows, spec.hidden_size), pages[0].dtype)
             logprobs = partial(prompt_logprobs, spec=spec)
-            return ProgramSpec(logprobs, (weights, hidden_rows, _ints(num_rows)), (), whole)
+            return ProgramSpec(logprobs, (weights, hidden(num_rows), _ints(num_rows)), (), whole)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -138,32 +153,37 @@ def forward(
     *,
     shape: StepShape,
     context: ProgramContext,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, Pages]:
-    """What a step leaves for the choice of tokens, and the pages. R is shape.num_choices.
-
-    logits [R, V] float32 at the last token of each row; rows [3, R]: its slot, the slot where the choice goes
-    (padding's if it is not wanted), the number of tokens before the choice; and, for those who want the log-
-    probabilities of their prompt, hidden [T, D] of the prefilled tokens.
+) -> tuple[jax.Array, jax.Array, jax.Array, Pages, jax.Array]:
+    """What a step leaves: for the choice of tokens, of C = max_choices rows, `last` [C, D], the hidden state
+    of each row's last token, and `rows` [3, C]: its slot, the slot where the choice goes (padding's if it is
+    not wanted), the number of tokens before the choice; for who wants the log-probabilities of a prompt,
+    `hidden` [T, D] of all tokens; and the pages and slots.
     """
-    spec, _, layout, attend, fused_moe = context
-    inputs = unpack(packed, shape)
-    batch = inputs.batch
-    token_ids = SlotRows(layout, slots, inputs.slots).token_at(batch.sequences, batch.positions)
-    x = decoder.embed(spec, weights, token_ids)
-    hidden, pages = decoder.forward(spec, weights, x, inputs.rope_lengths, pages, batch, attend, fused_moe)
-    logits = decoder.logits(spec, weights, hidden[inputs.last_tokens])
-    num_tokens = batch.positions[inputs.last_tokens] + 1
-    rows = jnp.stack([inputs.slots, inputs.chosen_slots, num_tokens])
-    more = shape.num_choices - shape.num_rows
-    logits, rows = jnp.pad(logits, ((0, more), (0, 0))), jnp.pad(rows, ((0, 0), (0, more)))
-    return logits, rows, hidden[shape.num_decodes :] if shape.num_prefills else None, pages
+    spec, _, layout, max_choices, attend, fused_moe = context
+    parts, block_size = parts_of(packed, shape), pages[0].shape[1]
+    last_places, last_slots = parts.positions[parts.last_tokens], parts.kv_slots[parts.last_tokens]
+    slots = note_blocks(layout, slots, parts.slots, last_places // block_size, last_slots // block_size)
+    remembered = SlotRows(layout, slots, parts.slots)
+    batch = batch_of(parts, remembered.tables(), shape)
+    x = decoder.embed(spec, weights, remembered.token_at(batch.rows, batch.positions))
+    hidden, pages = decoder.forward(spec, weights, x, parts.rope_lengths, pages, batch, attend, fused_moe)
+    more = (0, max_choices - shape.num_rows)
+    last = jnp.pad(hidden[parts.last_tokens], (more, (0, 0)))
+    rows = jnp.pad(jnp.stack([parts.slots, parts.chosen_slots, last_places + 1]), ((0, 0), more))
+    return last, rows, hidden, pages, slots
+
+
+def row_logits(weights: Weights, last: jax.Array, *, num_rows: int, spec: ModelSpec) -> jax.Array:
+    """float32 [R, V] of the first rows, filled up with zeros to a number that tokens are chosen for."""
+    logits = decoder.logits(spec, weights, last[:num_rows])
+    return jnp.pad(logits, ((0, num_choices(num_rows) - num_rows), (0, 0)))
 
 
 def choose_tokens(
     slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout, variant: Features | None
 ) -> tuple[jax.Array, jax.Array]:
     """Packed choices (results.py), and the slots with the chosen tokens appended."""
-    own, chosen_slots, num_tokens = rows
+    own, chosen_slots, num_tokens = rows[:, : len(logits)]
     remembered = SlotRows(layout, slots, own)
     sampling = remembered.sampling(num_tokens)
     if variant is None:
@@ -174,7 +194,7 @@ def choose_tokens(
 
 
 def adjusted_logits(slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout) -> jax.Array:
-    own, _, num_tokens = rows
+    own, _, num_tokens = rows[:, : len(logits)]
     remembered = SlotRows(layout, slots, own)
     return adjusted(logits, remembered.sampling(num_tokens), remembered, branches=False)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
@@ -26,11 +28,21 @@ from tqdm import tqdm
 
 from hex_llm.errors import HexError
 from hex_llm.execution import programs
-from hex_llm.execution.batch import Ints, Paddings, StepShape, pack
+from hex_llm.execution.batch import Ints, Paddings, StepShape, num_choices, pack
 from hex_llm.execution.executable_cache import ExecutableCache
 from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.profile import Recorder
-from hex_llm.execution.programs import AddLogprobs, Adjust, Choose, Key, Pages, Program, PromptLogprobs, Write
+from hex_llm.execution.programs import (
+    AddLogprobs,
+    Adjust,
+    Choose,
+    Key,
+    Logits,
+    Pages,
+    Program,
+    PromptLogprobs,
+    Write,
+)
 from hex_llm.execution.results import TOKEN, Choices
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.slots import SlotLayout
@@ -44,9 +56,11 @@ from hex_llm.weights.source import private_folder
 log = logging.getLogger(__name__)
 
 KEPT_S = 0.05  # what takes longer to compile is kept
+MEASURED_ON_CPU = 128  # tokens: longer steps take as much longer
 PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
 # Every stretch of a decode's kernels is a CUDA graph: of one row's step, 5 % of the time lay between kernels.
 # Elsewhere there are none: the more graphs exist, the longer each takes (docs/kernels.md).
+MAX_GRAPH_TOKENS = 512  # longer steps take so long that the host is ahead of them
 GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 NO_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1_000_000}
 # cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md).
@@ -63,7 +77,7 @@ class InFlight(NamedTuple):
     plan: StepPlan
     shape: StepShape
     choices: jax.Array
-    hidden: jax.Array | None
+    hidden: jax.Array
 
 
 class Runner:
@@ -86,7 +100,8 @@ class Runner:
         self.spec, self.mesh, self.dtype = spec, mesh, dtype
         self.paddings, self.config = paddings, config
         self.pages = allocate_pages(spec, mesh, num_blocks, devices)
-        self.layout = SlotLayout(config.max_decode_seqs + 1, paddings.max_len, spec.vocab_size)
+        self._most = paddings.limits.max_decode_seqs
+        self.layout = SlotLayout(self._most + 1, paddings.max_len, spec.vocab_size, paddings.table_width)
         self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
         # Of each slot, as plain numbers: flags are slow to combine.
         self._features = [0] * self.layout.num_slots
@@ -99,7 +114,9 @@ class Runner:
         self._precision = "highest" if dtype == np.float32 else "default"
         attend = programs.split_by_head(kernels.attend, mesh)
         fused_moe = programs.split_by_width(kernels.fused_moe, mesh)
-        self._context = programs.ProgramContext(spec, mesh, self.layout, attend, fused_moe)
+        self._context = programs.ProgramContext(
+            spec, mesh, self.layout, paddings.max_choices, attend, fused_moe
+        )
         self.compiled: dict[Key, Program] = {}
         self._executables = None if kept_in is None else self._executable_cache(kept_in)
         self.recorder = Recorder(config.profile)
@@ -114,7 +131,8 @@ class Runner:
         step = self.program(shape)
         with self.recorder.phase("pack"):
             packed = pack(plan, shape, self.config.block_size)
-        logits, rows, hidden, self.pages = step(self.weights, self.pages, self.slots, packed)
+        last, rows, hidden, self.pages, self.slots = step(self.weights, self.pages, self.slots, packed)
+        logits = self.program(Logits(self.paddings.num_rows(len(plan.chunks))))(self.weights, last)
         features = Features(reduce(or_, (self._features[chunk.slot] for chunk in plan.chunks)))
         choices = self._choose(logits, rows, features)
         choices.copy_to_host_async()
@@ -136,16 +154,14 @@ class Runner:
     def read(self, step: InFlight) -> Choices:
         """Waits for a step; one row for each of the plan's."""
         with self.recorder.phase("wait"):
-            choices, first = np.asarray(step.choices), step.shape.num_decodes
+            choices = np.asarray(step.choices)
         self.recorder.read_step()
-        prefills = choices[first : first + len(step.plan.prefills)]
-        return Choices(np.concatenate([choices[: len(step.plan.decodes)], prefills]))
+        return Choices(choices[: len(step.plan.chunks)])
 
     def prompt_logprobs(self, step: InFlight, row: int, following: Ints) -> npt.NDArray[Any]:
         """Rows of results.TOKEN: of the tokens that follow the first ones of a step's prefill. Rare, so the
         host hands pieces of one size to one program instead of every step carrying the work along."""
-        chunks = step.plan.prefills[: row - len(step.plan.decodes)]
-        start = sum(chunk.num_tokens for chunk in chunks)
+        start = sum(chunk.num_tokens for chunk in step.plan.chunks[:row])
         hidden = np.asarray(step.hidden)[start : start + len(following)]
         program, pieces = self.program(PromptLogprobs(PROMPT_ROWS)), [np.zeros(0, TOKEN)]
         for i in range(0, len(following), PROMPT_ROWS):
@@ -174,19 +190,33 @@ class Runner:
             self._run_all()
         self.is_warm = True
 
+    def measure_steps(self) -> dict[int, float]:
+        """Seconds by number of tokens, of some shapes: padding alone, which sees next to no keys."""
+        most, seconds = MEASURED_ON_CPU if self._platform == "cpu" else sys.maxsize, {}
+        shapes = self.paddings.all_shapes()
+        sizes = {1 << i for i in range(max(shape.num_tokens for shape in shapes).bit_length())}
+        for shape in (shape for shape in shapes if shape.num_tokens in sizes and shape.num_tokens <= most):
+            for _ in range(2):  # the first is slower
+                started = time.perf_counter()
+                jax.block_until_ready(self._run_padding(shape))
+                seconds[shape.num_tokens] = time.perf_counter() - started
+        told = ", ".join(f"{n} tokens {s * 1000:.1f} ms" for n, s in seconds.items())
+        log.info("steps take: %s", told)
+        return seconds
+
     def all_programs(self) -> list[Key]:
         """The large ones first, so that no thread is left with one at the end."""
         shapes = self.paddings.all_shapes()
-        most = self.config.max_decode_seqs
-        sizes = sorted({_write_size(n, most) for n in range(1, most + 1)})
-        rows = sorted({shape.num_choices for shape in shapes})
+        sizes = sorted({_write_size(n, self._most) for n in range(1, self._most + 1)})
+        logits = [Logits(n) for n in reversed(self.paddings.all_num_rows)]
+        rows = sorted({num_choices(n) for n in self.paddings.all_num_rows})
         kinds: list[Callable[[int], Key]] = [Choose]
         if not self.branches:
             chosen = (partial(Choose, variant=variant) for variant in reversed(VARIANTS))
             kinds = [*chosen, AddLogprobs, Adjust]
         choices = [kind(n) for kind in kinds for n in reversed(rows)]
         writes = [Write("all", n) for n in sizes] + [Write("allowed", n) for n in sizes]
-        return [*choices, *reversed(shapes), PromptLogprobs(PROMPT_ROWS), *writes]
+        return [*choices, *reversed(shapes), *logits, PromptLogprobs(PROMPT_ROWS), *writes]
 
     def temporary_bytes(self) -> int:
         """What the largest program that was compiled needs besides weights, pages and slots."""
@@ -234,7 +264,7 @@ class Runner:
     def _options(self, key: Key) -> dict[str, Any] | None:
         if self._platform != "gpu":
             return None
-        if not isinstance(key, StepShape) or key.num_prefills:
+        if not isinstance(key, StepShape) or key.num_tokens > MAX_GRAPH_TOKENS:
             return NO_GRAPHS | UNTRIED_PRODUCTS
         # One row's products are worth trying: there XLA's own kernels are the fastest.
         return GRAPHS if key.num_tokens == 1 else GRAPHS | UNTRIED_PRODUCTS
@@ -254,7 +284,7 @@ class Runner:
     def _write(self, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> None:
         if not rows:
             return
-        num_rows = _write_size(len(rows), self.config.max_decode_seqs)
+        num_rows = _write_size(len(rows), self._most)
         # What is left over repeats the first: a write of the same to the same place.
         padded = [*rows, *[rows[0]] * (num_rows - len(rows))]
         which = np.array([slot for slot, _ in padded], np.int32)
@@ -265,15 +295,20 @@ class Runner:
     def _run_all(self) -> None:
         """Loads every program onto the devices and proves that its memory is there; padding alone runs."""
         combinations = [Features(0)] if self.branches else [*VARIANTS, Features.ADJUSTED | Features.LOGPROBS]
-        chosen_for: set[int] = set()  # numbers of rows, which shapes share
         for shape in self.paddings.all_shapes():
-            packed = np.zeros(shape.packed_size, np.int32)
-            logits, rows, _, self.pages = self.program(shape)(self.weights, self.pages, self.slots, packed)
-            if shape.num_choices not in chosen_for:
-                chosen_for.add(shape.num_choices)
-                for features in combinations:
-                    self._choose(logits, rows, features)
+            last, rows = self._run_padding(shape)
+        chosen_for: set[int] = set()  # numbers of rows, which several fill up to
+        for num_rows in self.paddings.all_num_rows:
+            logits = self.program(Logits(num_rows))(self.weights, last)
+            for features in () if len(logits) in chosen_for else combinations:
+                self._choose(logits, rows, features)
+            chosen_for.add(len(logits))
         jax.block_until_ready(self.slots)
+
+    def _run_padding(self, shape: StepShape) -> tuple[jax.Array, jax.Array]:
+        packed, step = np.zeros(shape.packed_size, np.int32), self.program(shape)
+        last, rows, _, self.pages, self.slots = step(self.weights, self.pages, self.slots, packed)
+        return last, rows
 
 
 def _padded(rows: Any, num_rows: int) -> Any:

@@ -1,8 +1,9 @@
 """What the device remembers of every running sequence, one row of int32 for each slot.
 
-A row holds how its tokens are chosen, its tokens so far, which tokens may come next, and its logit bias. It
-is written whole when a sequence is admitted, so nothing of a slot's former owner is left; the step itself
-appends the token that it chooses, which is why the next step can be sent off before the host has seen it.
+A row holds how its tokens are chosen, its KV blocks, its tokens so far, which tokens may come next, and its
+logit bias. It is written whole when a sequence is admitted, so nothing of a slot's former owner is left; a
+step notes the block that a row writes to and appends the token that it chooses, so that the next step can
+be sent off before the host has seen it.
 Floats travel as their bits.
 """
 
@@ -53,11 +54,13 @@ class SlotLayout:
     num_slots: int  # the first is padding's
     max_len: int
     vocab_size: int
+    table_width: int
 
     @cached_property
     def fields(self) -> dict[str, Field]:
         return {
             **SCALARS,
+            "blocks": Field(self.table_width),
             "history": Field(self.max_len + 1),
             "allowed": Field(-(-self.vocab_size // 32)),  # one bit for each token
             "bias_ids": Field(MAX_TOKEN_IDS),
@@ -74,14 +77,20 @@ class SlotLayout:
 
     @property
     def num_scalars(self) -> int:
-        return self.columns["history"].start
+        return self.columns["blocks"].start
 
     @property
     def width(self) -> int:
         return sum(field.size for field in self.fields.values())
 
     def record(
-        self, params: SamplingParams, seed: int, num_prompt: int, token_ids: list[int], allowed: Ints | None
+        self,
+        params: SamplingParams,
+        seed: int,
+        num_prompt: int,
+        token_ids: list[int],
+        blocks: list[int],
+        allowed: Ints | None,
     ) -> Ints:
         """A sequence's whole row; `allowed` None: every token is."""
         bias = params.logit_bias or {}
@@ -92,6 +101,7 @@ class SlotLayout:
             "num_prompt": [num_prompt],
             "num_logprobs": [NOT_WANTED if params.logprobs is None else params.logprobs],
             "constrained": [MASKED * (allowed is not None) | BIASED * bool(bias)],
+            "blocks": blocks,
             "history": token_ids,
             "allowed": () if allowed is None else allowed,
             "bias_ids": [*bias, *[-1] * (MAX_TOKEN_IDS - len(bias))],
@@ -112,7 +122,7 @@ class SlotLayout:
     def empty(self) -> Ints:
         """The rows of all slots before anything runs; padding is greedy."""
         rows = np.zeros((self.num_slots, self.width), np.int32)
-        rows[:] = self.record(SamplingParams(temperature=0), 0, 0, [], None)
+        rows[:] = self.record(SamplingParams(temperature=0), 0, 0, [], [], None)
         return rows
 
 
@@ -126,6 +136,9 @@ class SlotRows:
         """`num_tokens` [R]: of each sequence, up to which the next one is chosen."""
         scalars = self._state[self._slots, : self._layout.num_scalars]
         return _sampling(self._layout, scalars, _as_floats)._replace(num_tokens=num_tokens)
+
+    def tables(self) -> jax.Array:
+        return self._gathered("blocks")
 
     def history(self) -> jax.Array:
         return self._gathered("history")
@@ -164,3 +177,10 @@ def append_tokens(
 ) -> jax.Array:
     """Writes each slot's chosen token at its position; -1, no choice, is written as token 0."""
     return state.at[slots, layout.columns["history"].start + positions].set(jnp.maximum(token_ids, 0))
+
+
+def note_blocks(
+    layout: SlotLayout, state: jax.Array, slots: jax.Array, nth: jax.Array, blocks: jax.Array
+) -> jax.Array:
+    """Writes each slot's nth block: sequences grow one by one."""
+    return state.at[slots, layout.columns["blocks"].start + nth].set(blocks)

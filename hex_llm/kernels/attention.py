@@ -1,12 +1,12 @@
 """paged_attention: one signature for all platforms, chosen once.
 
-Letters of shapes, here and in the decoder: T tokens, S sequences, B blocks of a sequence, C = B * block
+Letters of shapes, here and in the decoder: T tokens, R rows (sequences), B blocks of a row, C = B * block
 size, K KV heads, G query heads per KV head, H head size, D model width, F feed-forward width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import jax
@@ -45,15 +45,18 @@ def first_key(position: Array, mask: Mask) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Where the T tokens of a step stand. The first S_d tokens are decodes, one for each of the first
-    S_d sequences; S_d is the length of `decode_tables`. Block 0 is never a sequence's: padding lands there.
+    """Where the T tokens of a step stand: decodes first, each the only one of its row; then chunks of
+    prompts, the tokens of a row together and in order; then padding. How many of each is data, not shape.
+    Block 0 is never a sequence's: padding lands there.
     """
 
     positions: Array  # [T] position of each token in its sequence
-    sequences: Array  # [T] row of each token in decode_tables, then prefill_tables
+    rows: Array  # [T] row of each token in `tables`; decodes have the first, in order, then chunks
     kv_slots: Array  # [T] where its K and V go: block * block size + offset
-    decode_tables: Array  # [S_d, B] block ids, in order of position
-    prefill_tables: Array  # [S_p, B]
+    tables: Array  # [R, B] block ids, in order of position
+    num_decodes: Array  # []
+    # Chunks, at most; 0: there may be some, but they are so short that tokens can attend one by one.
+    max_chunks: int = field(metadata={"static": True})
 
 
 class PagedAttention(Protocol):

@@ -95,13 +95,12 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See kernels.attention.PagedAttention."""
     pages = write_kv(k, v, pages, batch.kv_slots)
-    tables = jnp.concatenate([batch.decode_tables, batch.prefill_tables])
     out = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))(
         q,
         pages,
-        tables,
+        batch.tables,
         batch.positions,
-        batch.sequences,
+        batch.rows,
         scale=np.float32(options.scale),
         softcap=np.float32(options.softcap or 0),
         window=np.int64(options.mask.window or 0),

@@ -10,6 +10,7 @@ are.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,8 +18,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from hex_llm.kernels import gpu_cudnn
-from hex_llm.kernels.attention import Batch, Options
-from hex_llm.kernels.gpu_kernel import Cache, PartialSoftmax, Tiling, attend, next_power, write_kv
+from hex_llm.kernels.attention import Batch, Options, first_key
+from hex_llm.kernels.gpu_kernel import LAST, Begun, Cache, Tiling, WorkItem, attend, next_power, write_kv
 
 MIN_DOT = 16  # the least side of a matrix product
 MAX_GROUP = 64  # query heads per KV head
@@ -39,25 +40,43 @@ def paged_attention(
     """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
     are exact, and there a row's result does not depend on the others of the batch."""
     pages, semaphores = write_kv(k, v, pages, batch.kv_slots)
-    num_decode = len(batch.decode_tables)
-    parts = []
-    if num_decode:
-        tiling = decode_tiling(q[:num_decode], pages, batch.decode_tables)
-        rows = (q[:num_decode], batch.positions[:num_decode], None)
-        cache = Cache(pages, batch.decode_tables, semaphores[:num_decode])
-        parts.append(attend(*rows, cache, options, tiling))
-    if len(batch.prefill_tables):
-        tokens = (q, k, v, semaphores, batch.positions, batch.sequences, batch.kv_slots)
-        q, k, v, semaphores, positions, sequences, slots = (x[num_decode:] for x in tokens)
-        cache = Cache(pages, batch.prefill_tables, semaphores)
-        sequences, tiling = sequences - num_decode, prefill_tiling(q, pages, batch.prefill_tables)
-        if cudnn_begins(q, pages, options):
-            # Padding, which lands in block 0, becomes a sequence of its own.
-            sequences = jnp.where(slots < pages.shape[1], len(batch.prefill_tables), sequences)
-            parts.append(continued_prefill(q, k, v, positions, sequences, cache, options, tiling))
-        else:
-            parts.append(prefill(q, positions, sequences, cache, options, tiling))
-    return jnp.concatenate(parts), pages
+    cache = Cache(pages, batch.tables, semaphores)
+    out = prefill(q, k, v, batch, cache, options) if batch.max_chunks else None
+    return decode(q, batch, cache, options, out), pages
+
+
+def decode(q: Array, batch: Batch, cache: Cache, options: Options, out: Array | None) -> Array:
+    """Tokens that attend one by one. Where there are chunks these are the decodes, written into `out`."""
+    most = len(q) if out is None else len(cache.tables)
+    num = most if out is None else batch.num_decodes
+    row, positions = jnp.arange(most, dtype=jnp.int32), batch.positions[:most]
+    tiling = decode_tiling(q[:most], cache.pages)
+    ends = jnp.where(row < num, row + 1, row)
+    items = work_items(row, ends, first_key(positions, options.mask), positions + 1, tiling)
+    return attend(q, batch, items, cache, options, tiling, None if out is None else Begun(out))
+
+
+def prefill(q: Array, k: Array, v: Array, batch: Batch, cache: Cache, options: Options) -> Array:
+    """Tokens of chunks, and padding, which stays finite."""
+    num_rows, most = len(q), batch.max_chunks
+    tiling = prefill_tiling(q, cache.pages, most)
+    is_padding = batch.kv_slots < cache.pages.shape[1]  # it lands in block 0, wherever it says it belongs
+    chunks = jnp.where(is_padding, most, batch.rows - batch.num_decodes)
+    starts = row_blocks(chunks, tiling.num_tokens, tiling.num_blocks)
+    starts, ends, lasts = starts[:-1], starts[1:], jnp.maximum(starts[1:] - 1, 0)
+    first = first_key(batch.positions[jnp.minimum(starts, num_rows - 1)], options.mask)
+    if not cudnn_begins(q, cache.pages, options):
+        items = work_items(starts, ends, first, batch.positions[lasts] + 1, tiling)
+        return attend(q, batch, items, cache, options, tiling)
+    # What is left are the keys before the step; of padding there are none, and it becomes 0.
+    lengths = jnp.sum(chunks == jnp.arange(most)[:, None], axis=1, dtype=jnp.int32)
+    lengths = jnp.append(batch.num_decodes, lengths)  # what cuDNN does of decodes is not used
+    out, logs = gpu_cudnn.causal(q, k, v, lengths, window=options.mask.window, scale=options.scale)
+    first_rows = jnp.append(jnp.cumsum(lengths) - lengths, 0)
+    owners = chunks[jnp.minimum(starts, num_rows - 1)] + 1
+    cached = jnp.where(owners <= most, batch.positions[first_rows[owners]], -1)
+    items = work_items(starts, jnp.where(cached == 0, starts, ends), first, cached, tiling)
+    return attend(q, batch, items, cache, options, tiling, Begun(out, logs))
 
 
 def cudnn_begins(q: Array, pages: Array, options: Options) -> bool:
@@ -72,75 +91,75 @@ def cudnn_begins(q: Array, pages: Array, options: Options) -> bool:
     )
 
 
-def decode_tiling(q: Array, pages: Array, tables: Array) -> Tiling:
-    num_seqs, num_kv_heads, group, head_dim = q.shape
-    rows = max(next_power(group), MIN_DOT)
-    if pages.dtype == jnp.float32:  # the same for all batches, so that rows do not depend on their number
-        return Tiling(rows, keys=32, splits=16, min_split=256, warps=4, stages=2)
-    programs, reach = num_seqs * num_kv_heads, tables.shape[1] * pages.shape[1]
-    if programs <= 8 and rows == MIN_DOT:  # few: one on each multiprocessor, that reads far ahead
-        tiling = Tiling(rows, 128, splits=min(128 // programs, 64), min_split=128, warps=4, stages=5)
-    elif programs <= 64:
-        tiling = Tiling(rows, 64, splits=max(256 // programs, 4), min_split=256, warps=2, stages=5)
-    elif programs <= 128:
-        tiling = Tiling(rows, 64, splits=8, min_split=512, warps=4, stages=3)
-    else:  # many: splits only balance rows of different lengths
-        tiling = Tiling(rows, 128, splits=16, min_split=1024 if programs <= 512 else 2048, warps=4, stages=2)
-    if head_dim > 128:
-        tiling = replace(tiling, keys=32, warps=4, stages=2)
-    return replace(tiling, splits=min(tiling.splits, pl.cdiv(reach, tiling.min_split)))
-
-
-def prefill_tiling(q: Array, pages: Array, tables: Array) -> Tiling:
-    num_rows, num_kv_heads, group, head_dim = q.shape
+def decode_tiling(q: Array, pages: Array) -> Tiling:
+    num_blocks, num_kv_heads, group, head_dim = q.shape
+    tile = partial(Tiling, max(next_power(group), MIN_DOT), num_tokens=1, num_blocks=num_blocks)
     if pages.dtype == jnp.float32:
-        return Tiling(max(next_power(group), 32), keys=32, splits=1, min_split=256, warps=4, stages=2)
+        spare = 15 * num_blocks
+        return tile(keys=32, num_spare=spare, min_split=256, warps=4, stages=2, is_exact=True)
+    programs = num_blocks * num_kv_heads
+    if programs <= 8 and group <= MIN_DOT:  # few: one on each multiprocessor, that reads far ahead
+        spare = (min(128 // programs, 64) - 1) * num_blocks
+        tiling = tile(keys=128, num_spare=spare, min_split=128, warps=4, stages=5)
+    elif programs <= 64:
+        spare = (max(256 // programs, 4) - 1) * num_blocks
+        tiling = tile(keys=64, num_spare=spare, min_split=256, warps=2, stages=5)
+    elif programs <= 128:
+        tiling = tile(keys=64, num_spare=7 * num_blocks, min_split=512, warps=4, stages=3)
+    else:  # many: splits only balance rows of different lengths
+        min_split = 1024 if programs <= 512 else 2048
+        tiling = tile(keys=128, num_spare=num_blocks, min_split=min_split, warps=4, stages=2)
+    return tiling if head_dim <= 128 else replace(tiling, keys=32, warps=4, stages=2)
+
+
+def prefill_tiling(q: Array, pages: Array, max_chunks: int) -> Tiling:
+    num_rows, num_kv_heads, group, head_dim = q.shape
+    is_exact = pages.dtype == jnp.float32
     rows = 128 if num_rows * group <= 128 or head_dim > 128 else 256
-    programs = pl.cdiv(num_rows * group, rows) * num_kv_heads
-    reach = tables.shape[1] * pages.shape[1]
-    splits = max(min(256 // programs, reach // 512, 8), 1)  # few rows may see a long prefix
-    return Tiling(rows, 64, splits, min_split=512, warps=8, stages=5 if head_dim <= 128 else 2)
+    rows = max(next_power(group), 32) if is_exact else rows
+    num_tokens = rows // group
+    num_blocks = num_rows // num_tokens + max_chunks + 1  # padding may be a run of its own
+    tile = partial(Tiling, rows, num_tokens=num_tokens, num_blocks=num_blocks)
+    if is_exact:
+        return tile(keys=32, num_spare=0, min_split=256, warps=4, stages=2)
+    num_full = pl.cdiv(num_rows, num_tokens)
+    # Few rows may see a long prefix.
+    spare = (max(min(256 // (num_full * num_kv_heads), 8), 1) - 1) * num_full
+    return tile(keys=64, num_spare=spare, min_split=512, warps=8, stages=5 if head_dim <= 128 else 2)
 
 
-def prefill(
-    q: Array, positions: Array, sequences: Array, cache: Cache, options: Options, tiling: Tiling
-) -> Array:
-    """q [T, K, G, H], rows of a sequence together. Padding, wherever it says it belongs, stays finite."""
-    sequences = jnp.maximum(sequences, 0)
-    starts = row_blocks(sequences, len(cache.tables), tiling.rows // q.shape[2])
-    return attend(q, positions, (sequences, starts), cache, options, tiling)
-
-
-def continued_prefill(
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    sequences: Array,
-    cache: Cache,
-    options: Options,
-    tiling: Tiling,
-) -> Array:
-    """As `prefill`, but cuDNN does what rows see of k and v [T, K, H], the step's own. Sequences lie in
-    order, then padding, which is of the sequence after the last and becomes 0."""
-    num_seqs = len(cache.tables)
-    lengths = jnp.sum(sequences == jnp.arange(num_seqs)[:, None], axis=1, dtype=jnp.int32)
-    out, logs = gpu_cudnn.causal(q, k, v, lengths, window=options.mask.window, scale=options.scale)
-    starts = row_blocks(sequences, num_seqs, tiling.rows // q.shape[2])
-    first_rows = jnp.append(jnp.cumsum(lengths) - lengths, 0)
-    owners = sequences[starts[:-1]]
-    cached = jnp.where(owners < num_seqs, positions[first_rows[owners]], -1)
-    begun = PartialSoftmax(out, logs, cached)
-    return attend(q, positions, (sequences, starts), cache, options, tiling, begun)
-
-
-def row_blocks(sequences: Array, num_seqs: int, length: int) -> Array:
-    """[N + 1] where blocks of rows begin, each of one sequence and at most `length` rows; a block ends where
-    the next begins, and those that are too many are empty."""
-    num_rows = len(sequences)
+def row_blocks(chunks: Array, length: int, most: int) -> Array:
+    """[most + 1] where blocks of tokens begin, each of one chunk and at most `length` tokens; a block ends
+    where the next begins, and those that are too many are empty. `chunks` [T] numbers them; below 0: none."""
+    num_rows = len(chunks)
     place = jnp.arange(num_rows, dtype=jnp.int32)
-    changes = jnp.concatenate([jnp.ones(1, bool), sequences[1:] != sequences[:-1]])
+    changes = jnp.concatenate([jnp.ones(1, bool), chunks[1:] != chunks[:-1]])
     run_start = lax.cummax(jnp.where(changes, place, 0))
-    begins = (place - run_start) % length == 0
-    most = num_rows // length + num_seqs + 1  # padding may be a run of its own
+    begins = ((place - run_start) % length == 0) & (chunks >= 0)
     return jnp.nonzero(begins, size=most + 1, fill_value=num_rows)[0].astype(jnp.int32)
+
+
+def work_items(starts: Array, ends: Array, first: Array, stop: Array, tiling: Tiling) -> WorkItem:
+    """The programs of each KV head: blocks of tokens [start, end) with the keys from `first` to `stop` that
+    they see, cut into splits; empty ones have none. Splits are as short as the number of items allows, so
+    that all are about the same work."""
+    first = lax.div(first, tiling.keys) * tiling.keys
+    num_keys = jnp.where(starts < ends, jnp.maximum(stop - first, 0), 0)
+    if not tiling.num_spare:
+        length = jnp.full_like(first, LAST)
+    elif tiling.is_exact:
+        splits = tiling.num_spare // tiling.num_blocks + 1
+        length = pl.cdiv(num_keys, splits * tiling.keys) * tiling.keys
+    else:
+        length = pl.cdiv(jnp.sum(num_keys), tiling.num_spare * tiling.keys) * tiling.keys
+    length = jnp.maximum(jnp.broadcast_to(length, first.shape), tiling.min_split)
+    num_splits = jnp.where(starts < ends, jnp.maximum(lax.div(num_keys - 1, length) + 1, 1), 0)
+    stops = jnp.cumsum(num_splits)
+    # The last blocks of a prompt have the most keys: they go first.
+    part = stops[-1] - 1 - jnp.arange(tiling.num_blocks + tiling.num_spare, dtype=jnp.int32)
+    block = jnp.sum(stops <= part[:, None], axis=1, dtype=jnp.int32)
+    split = part - (stops - num_splits)[block]
+    begin = first[block] + split * length[block]
+    ends = jnp.where(part >= 0, ends[block], 0)
+    end = begin + jnp.minimum(length[block], stop[block] - begin)
+    return WorkItem(starts[block], ends, begin, end, stop[block], split, num_splits[block], part)

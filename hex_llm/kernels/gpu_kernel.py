@@ -1,11 +1,11 @@
 """Attention over pages as one Pallas-Triton kernel for decodes and prefills, and the write of K and V.
 
-A program takes a block of rows of one sequence, one KV head and one split of the keys; the G query heads of
-each row lie one after another in its tile, so that they share what is read. A decode is a block of one row.
-Of the splits of a block the one that ends last merges them. Keys are found through the block table, one slot
-each, so any block size does. What no row of the block sees is not read. Where something else has attended to
-the keys of the step itself, a program goes on from there over the cached ones. It does not know how its work
-is best cut: that is gpu.py's.
+A program takes a work item, which is a block of tokens of one row and one split of the keys, for one KV head;
+the G query heads of each token lie one after another in its tile, so that they share what is read. A decode
+is a block of one token. Of the splits of a block the one that ends last merges them. Keys are found through
+the block table, one slot each, so any block size does. What no token of the block sees is not read. Where
+something else has attended to the keys of the step itself, a program goes on from there over the cached ones.
+It does not know how its work is best cut: that is gpu.py's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Mask, Options, first_key
+from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Batch, Mask, Options, first_key
 
 LAST = 2**31 - 1  # after every position
 LOG2_E = math.log2(math.e)
@@ -35,28 +35,44 @@ Softmax = tuple[Array, Array, Array]
 class Tiling:
     """How the work is cut; all of it is chosen from shapes alone."""
 
-    rows: int  # of the score tile: rows of the batch times query heads per KV head, rounded up
+    rows: int  # of the score tile: tokens of a block times query heads per KV head, rounded up
     keys: int  # of the score tile
-    splits: int  # programs that share the keys of a block of rows, at most
+    num_tokens: int  # of a block, at most
+    num_blocks: int  # at most
+    num_spare: int  # work items besides one for each block: so much can be split
     min_split: int  # the fewest keys that are worth a split; a multiple of `keys`
     warps: int
     stages: int
+    is_exact: bool = False  # how a block is split does not depend on the others
 
 
 class Cache(NamedTuple):
     """The keys and values that rows attend to."""
 
     pages: Array  # [N, block, K, 2, H]
-    tables: Array  # [S, B]
+    tables: Array  # [R, B]
     semaphores: Array  # [T, K], see write_kv
 
 
-class PartialSoftmax(NamedTuple):
-    """Attention of rows to the keys of their own step, to be continued over those before it."""
+class WorkItem(NamedTuple):
+    """Tokens [start, end) of one row, none: nothing to do; and the keys [begin, stop) of a split."""
 
-    out: Array  # [T, K, G, H]
-    logs: Array  # [S, K * G, T] log of the sum of a row's weights, at its place in its sequence's rows
-    cached: Array  # [blocks of rows] keys of the sequence before the step; -1: padding, which becomes 0
+    start: Any
+    end: Any
+    begin: Any
+    stop: Any
+    stop_all: Any  # where the last split ends; below 0: there are no keys, and it becomes 0
+    split: Any
+    num_splits: Any
+    part: Any  # where it leaves its part, next to those of the other splits
+
+
+class Begun(NamedTuple):
+    """What others have left, [T, K, G, H], to be written in place; with logs, attention to the keys of the
+    step itself, to be continued over those before it."""
+
+    out: Any
+    logs: Any = None  # [1 + chunks, K * G, T] of the sum of a token's weights, at its place in its chunk
 
 
 def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> tuple[Array, Array]:
@@ -85,28 +101,28 @@ def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> tuple[Array, Arr
 class Inputs(NamedTuple):
     """What `attend` hands to the kernel, which sees refs in their places."""
 
+    items: Any  # [fields of WorkItem, num_items]
     positions: Any  # [T]
-    sequences: Any  # [T]; None: rows are single
-    starts: Any  # [N + 1] of blocks of rows; None: rows are single
-    tables: Any  # [S, B]
+    rows: Any  # [T]
+    num_decodes: Any  # [1]
+    tables: Any  # [R, B]
     q: Any  # [T, K * G * H]
     pages: Any  # [slots, K * 2 * H]
-    partial: Any = None  # PartialSoftmax to go on from, with `out` as here
+    begun: Any = None  # to go on from, with `out` as here
     semaphores: Any = None  # [T, K], with splits
 
 
 class Outputs(NamedTuple):
-    out: Any  # [T, K * G * H]; in place of the partial one
+    out: Any  # [T, K * G * H]; in place of what was begun
     semaphores: Any = None  # with splits, as the rest: in place of the inputs'
-    parts: Any = None  # [splits, T, K * G * H]
-    totals: Any = None  # [splits, T, K * G] log2 of the sum of a split's weights
+    parts: Any = None  # [num_items, tokens of a block, K * G * H]
+    totals: Any = None  # [num_items, tokens of a block, K * G] log2 of the sum of a split's weights
 
 
 class Program(NamedTuple):
     inputs: Inputs
     outputs: Outputs
     head: Array  # of K and V
-    split: Array
     column: Array  # [C] of a head
     inside: Array | None  # [C] whether a head has that column; None: all
     head_dim: int
@@ -115,101 +131,96 @@ class Program(NamedTuple):
     options: Options
     tiling: Tiling
 
+    @property
+    def is_single(self) -> bool:
+        """A block has one token."""
+        return self.tiling.num_tokens == 1
+
+    @property
+    def continues(self) -> bool:
+        """Attention was begun."""
+        return self.inputs.begun is not None and self.inputs.begun.logs is not None
+
 
 class Block(NamedTuple):
-    """The rows of a program as R places of a tile, the query heads of a row one after another; and the keys
-    [begin, stop) of its split."""
+    """The tokens of a program as R places of a tile, the query heads of a token one after another."""
 
-    sequence: Array
-    start: Array  # the first row
+    item: WorkItem
+    table: Array  # its row in the tables
     row: Array  # [R]
     head: Array  # [R]
     position: Array  # [R]
-    valid: Array  # [R] whether the row is one of the block's
+    valid: Array  # [R] whether the token is one of the block's
     at: Array  # [R, C] columns of q and out
     mask: Array | None  # [R, C] valid and inside
-    begin: Array
-    stop: Array
-    num_splits: Array
     lowest: Array  # of the positions
     highest: Array
-    cached: Any  # of PartialSoftmax, where there is one
 
 
 def attend(
     q: Array,
-    positions: Array,
-    blocks: tuple[Array, Array] | None,  # sequences of rows, starts of blocks; None: rows are single
+    batch: Batch,
+    items: WorkItem,
     cache: Cache,
     options: Options,
     tiling: Tiling,
-    partial_softmax: PartialSoftmax | None = None,
+    begun: Begun | None = None,
 ) -> Array:
+    """[T, K, G, H]: what the items compute, the rest as it was begun."""
     num_rows, num_kv_heads, group, head_dim = q.shape
-    width = num_kv_heads * group * head_dim
-    pages, tables, semaphores = cache
-    sequences, starts = blocks or (None, None)
-    flat_q, flat_pages = q.reshape(num_rows, width), pages.reshape(-1, num_kv_heads * 2 * head_dim)
-    inputs = Inputs(positions, sequences, starts, tables, flat_q, flat_pages)
+    width, block_size = num_kv_heads * group * head_dim, cache.pages.shape[1]
+    flat_q, flat_pages = q.reshape(num_rows, width), cache.pages.reshape(-1, num_kv_heads * 2 * head_dim)
+    where = (batch.positions, batch.rows, batch.num_decodes[None], cache.tables)
+    inputs = Inputs(jnp.stack(items), *where, flat_q, flat_pages)
     outputs = Outputs(jax.ShapeDtypeStruct((num_rows, width), q.dtype))
     aliases = {}
-    if partial_softmax is not None:  # in place: rows without cached keys are not even read
+    if begun is not None:
         aliases[len(jax.tree.leaves(inputs))] = 0
-        out = partial_softmax.out.reshape(num_rows, width)
-        inputs = inputs._replace(partial=partial_softmax._replace(out=out))
-    if tiling.splits > 1:
+        inputs = inputs._replace(begun=begun._replace(out=begun.out.reshape(num_rows, width)))
+    if tiling.num_spare:
         aliases[len(jax.tree.leaves(inputs))] = 1
-        inputs = inputs._replace(semaphores=semaphores)
-        parts = jax.ShapeDtypeStruct((tiling.splits, num_rows, width), jnp.float32)
-        totals = jax.ShapeDtypeStruct((tiling.splits, num_rows, num_kv_heads * group), jnp.float32)
-        outputs = Outputs(outputs.out, semaphores, parts, totals)
-    settings: Any = {"group": group, "block_size": pages.shape[1], "options": options, "tiling": tiling}
+        inputs = inputs._replace(semaphores=cache.semaphores)
+        parts = (len(items.start), tiling.num_tokens)
+        outputs = Outputs(
+            outputs.out,
+            cache.semaphores,
+            jax.ShapeDtypeStruct((*parts, width), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, num_kv_heads * group), jnp.float32),
+        )
+    settings: Any = {"group": group, "block_size": block_size, "options": options, "tiling": tiling}
     kernel = partial(_attend_kernel, head_dim=head_dim, **settings)
-    # Splits come last: a program without keys waits for room as any other does, so let it hold up none.
-    grid = (num_kv_heads, num_rows if starts is None else len(starts) - 1, tiling.splits)
+    grid = (num_kv_heads, len(items.start))
     [results] = launched(kernel, grid, [outputs], tiling.warps, tiling.stages, aliases)(inputs)
     return results.out.reshape(q.shape)
 
 
 def _attend_kernel(inputs: Inputs, outputs: Outputs, *, head_dim: int, **settings: Any) -> None:
-    head, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    if inputs.starts is None:
-        start, end = block, block + 1
-    else:  # the last blocks of a prompt have the most keys: they go first
-        block = pl.num_programs(1) - 1 - block
-        start, end = inputs.starts[block], inputs.starts[block + 1]
+    head, nth = pl.program_id(0), pl.program_id(1)
+    item = WorkItem(*(inputs.items[field, nth] for field in range(len(WorkItem._fields))))
     column = lax.iota(jnp.int32, next_power(head_dim))
     inside = None if len(column) == head_dim else column < head_dim
-    program = Program(inputs, outputs, head, split, column, inside, head_dim, **settings)
-    cached = None if inputs.partial is None else inputs.partial.cached[block]
-    needed = start < end if cached is None else (start < end) & (cached != 0)
-    pl.when(needed)(lambda: _attend_block(program, start, end, cached))
+    program = Program(inputs, outputs, head, column, inside, head_dim, **settings)
+    pl.when(item.start < item.end)(lambda: _attend_block(program, item))
 
 
-def _attend_block(program: Program, start: Array, end: Array, cached: Any) -> None:
-    """Finds which rows [start, end) attend to which keys, then attends."""
-    inputs, split = program.inputs, program.split
+def _attend_block(program: Program, item: WorkItem) -> None:
+    """Finds where the tokens of an item stand, then attends."""
+    inputs, start = program.inputs, item.start
     tile = lax.iota(jnp.int32, program.tiling.rows)
     row = start + lax.div(tile, program.group)
     head = program.head * program.group + lax.rem(tile, program.group)
-    valid, at = row < end, head[:, None] * program.head_dim + program.column
-    if inputs.starts is None:
-        sequence, lowest = start, inputs.positions[start]
-        position, highest = jnp.broadcast_to(lowest, row.shape), lowest
+    valid, at = row < item.end, head[:, None] * program.head_dim + program.column
+    if program.is_single:
+        lowest = highest = inputs.positions[start]
+        position = jnp.broadcast_to(lowest, row.shape)
     else:
-        sequence = inputs.sequences[start]
         position = plgpu.load(inputs.positions.at[row], mask=valid, other=0)
         lowest, highest = jnp.min(jnp.where(valid, position, LAST)), jnp.max(position)
-    end_key = highest + 1 if cached is None else cached
-    first, length, num_splits = _splits(first_key(lowest, program.options.mask), end_key, program.tiling)
-    begin = first + split * length
-    keys = begin, jnp.minimum(begin + length, end_key), num_splits, lowest, highest, cached
     mask = _both(valid, program.inside, at.shape)
-    block = Block(sequence, start, row, head, position, valid, at, mask, *keys)
-    if cached is not None:
-        is_padding = cached < 0
-        pl.when(is_padding & (split == 0))(lambda: _store(program, block, jnp.zeros(at.shape)))
-    pl.when(split < num_splits)(lambda: _attend_split(program, block))
+    block = Block(item, inputs.rows[start], row, head, position, valid, at, mask, lowest, highest)
+    if program.continues:
+        pl.when(item.stop_all < 0)(lambda: _store(program, block, jnp.zeros(at.shape)))
+    pl.when(item.begin < item.stop)(lambda: _attend_split(program, block))
 
 
 def _attend_split(program: Program, block: Block) -> None:
@@ -217,24 +228,25 @@ def _attend_split(program: Program, block: Block) -> None:
     inputs, tiling = program.inputs, program.tiling
     query = _load(inputs.q, block.row, block.at, block.valid, program.inside)
     running = _start(tiling.rows, len(program.column))
-    if inputs.partial is not None:
+    if program.continues:
         running = _continued(program, block)
-    for masked, low, high in _stretches(block, program.options.mask, inputs.starts is None, tiling.keys):
+    for masked, low, high in _stretches(block, program.options.mask, program.is_single, tiling.keys):
         running = lax.fori_loop(low, high, partial(_attend_tile, program, block, query, masked), running)
     peak, total, values = running
     total = jnp.maximum(total, 1e-30)
     out = values / total[:, None]
-    pl.when(block.num_splits == 1)(lambda: _store(program, block, out))
-    if tiling.splits > 1:
-        pl.when(block.num_splits > 1)(lambda: _store_part(program, block, (peak, total, out)))
+    pl.when(block.item.num_splits == 1)(lambda: _store(program, block, out))
+    if tiling.num_spare:
+        pl.when(block.item.num_splits > 1)(lambda: _store_part(program, block, (peak, total, out)))
 
 
 def _continued(program: Program, block: Block) -> Softmax:
     """The softmax as it was begun, one weight for all that was seen; at its start in all splits but the
     first, to which they are added."""
-    state = program.inputs.partial
-    taken, nth = block.valid & (program.split == 0), block.position - block.cached
-    logs = plgpu.load(state.logs.at[block.sequence, block.head, nth], mask=taken, other=0)
+    state, item = program.inputs.begun, block.item
+    taken, nth = block.valid & (item.split == 0), block.position - item.stop_all
+    chunk = block.table - program.inputs.num_decodes[0] + 1
+    logs = plgpu.load(state.logs.at[chunk, block.head, nth], mask=taken, other=0)
     peak = jnp.where(taken, logs * (LOG2_E / _factor(program.options)), NO_PEAK)
     total, out = taken.astype(jnp.float32), _load(state.out, block.row, block.at, taken, program.inside)
     return peak, total, out.astype(jnp.float32)
@@ -246,14 +258,14 @@ def _attend_tile(
     """The softmax with the i-th tile of keys; masked: some row may not see all of them."""
     inputs, head_dim, keys = program.inputs, program.head_dim, program.tiling.keys
     place = i * keys + lax.iota(jnp.int32, keys)
-    there: Any = place < block.stop if masked else None
-    slot = _slots(inputs.tables, block.sequence, i * keys, keys, program.block_size)
+    there: Any = place < block.item.stop if masked else None
+    slot = _slots(inputs.tables, block.table, i * keys, keys, program.block_size)
     at = program.head * 2 * head_dim + program.column[None, :]
     scores = dot(query, _load(inputs.pages, slot, at, there, program.inside).T)
     values = _load(inputs.pages, slot, at + head_dim, there, program.inside)
     mask = program.options.mask
     visible: Any = _visible(block.position[:, None], place[None, :], mask) if masked else None
-    if inputs.partial is not None and masked:
+    if program.continues and masked:
         visible &= there[None, :]
     return _accumulate(running, scores, visible, values, program.options)
 
@@ -265,35 +277,37 @@ def _store(program: Program, block: Block, out: Array) -> None:
 
 def _store_part(program: Program, block: Block, running: Softmax) -> None:
     """Leaves a split's part, its values divided by their weights, to the one that ends last: that merges."""
-    outputs, (peak, total, part) = program.outputs, running
-    plgpu.store(outputs.parts.at[(program.split, *index_grid(block.row, block.at))], part, mask=block.mask)
+    outputs, item, (peak, total, out) = program.outputs, block.item, running
+    nth = block.row - item.start
+    plgpu.store(outputs.parts.at[(item.part, *index_grid(nth, block.at))], out, mask=block.mask)
     logs = peak * _factor(program.options) + jnp.log2(total)
-    plgpu.store(outputs.totals.at[program.split, block.row, block.head], logs, mask=block.valid)
+    plgpu.store(outputs.totals.at[item.part, nth, block.head], logs, mask=block.valid)
     if not interpreted():
         plgpu.debug_barrier()
-    num_ended = plgpu.atomic_add(outputs.semaphores.at[block.start, program.head], (), jnp.int32(1))
-    is_last = num_ended == block.num_splits - 1
+    num_ended = plgpu.atomic_add(outputs.semaphores.at[item.start, program.head], (), jnp.int32(1))
+    is_last = num_ended == item.num_splits - 1
     pl.when(is_last)(lambda: _store(program, block, _merged(program, block)))
 
 
 def _merged(program: Program, block: Block) -> Array:
-    outputs = program.outputs
+    outputs, item, nth = program.outputs, block.item, block.row - block.item.start
     together = 8 if block.at.size <= 2**11 else 1  # splits whose reads overlap
 
     def add(i: Array, running: Softmax) -> Softmax:
         splits = [i * together + j for j in range(together)]
-        there = [block.valid & (split < block.num_splits) for split in splits]
+        there = [block.valid & (split < item.num_splits) for split in splits]
+        places = [item.part - item.split + split for split in splits]
         logs = [
-            plgpu.load(outputs.totals.at[split, block.row, block.head], mask=mask, other=HIDDEN)
-            for split, mask in zip(splits, there, strict=True)
+            plgpu.load(outputs.totals.at[place, nth, block.head], mask=mask, other=HIDDEN)
+            for place, mask in zip(places, there, strict=True)
         ]
         parts = [
             plgpu.load(
-                outputs.parts.at[(split, *index_grid(block.row, block.at))],
+                outputs.parts.at[(place, *index_grid(nth, block.at))],
                 mask=_both(mask, program.inside, block.at.shape),
                 other=0,
             )
-            for split, mask in zip(splits, there, strict=True)
+            for place, mask in zip(places, there, strict=True)
         ]
         peak, total, sums = running
         new_peak = reduce(jnp.maximum, logs, peak)
@@ -302,29 +316,20 @@ def _merged(program: Program, block: Block) -> Array:
         sums = sum((p * w[:, None] for p, w in zip(parts, weights, strict=True)), sums * shrink[:, None])
         return new_peak, sum(weights, total * shrink), sums
 
-    _, total, sums = lax.fori_loop(0, pl.cdiv(block.num_splits, together), add, _start(*block.at.shape))
+    _, total, sums = lax.fori_loop(0, pl.cdiv(item.num_splits, together), add, _start(*block.at.shape))
     return sums / jnp.maximum(total, 1e-30)[:, None]
 
 
-def _splits(first: Array, stop: Array, tiling: Tiling) -> tuple[Array, Array, Array]:
-    """Where the splits of these keys begin, in whole tiles; the length of one; and their number, below 1
-    where there are no keys."""
-    first = lax.div(first, tiling.keys) * tiling.keys
-    length = pl.cdiv(stop - first, tiling.splits * tiling.keys) * tiling.keys
-    length = jnp.maximum(length, tiling.min_split)
-    return first, length, pl.cdiv(stop - first, length)
-
-
-def _stretches(block: Block, mask: Mask, one_row: bool, keys: int) -> list[tuple[bool, Array, Array]]:
-    """Tiles [low, high) of a split's keys, and whether some row does not see all of them."""
-    # All rows see the keys from `all_from` (None: the first) to `all_before`.
+def _stretches(block: Block, mask: Mask, is_single: bool, keys: int) -> list[tuple[bool, Array, Array]]:
+    """Tiles [low, high) of a split's keys, and whether some token does not see all of them."""
+    # All tokens see the keys from `all_from` (None: the first) to `all_before`.
     all_from = None if mask == Mask() else first_key(block.highest, mask)
     all_before = block.lowest + 1
-    low, high = lax.div(block.begin, keys), pl.cdiv(block.stop, keys)
-    if one_row:  # masks cost nothing where memory is waited for
+    low, high = lax.div(block.item.begin, keys), pl.cdiv(block.item.stop, keys)
+    if is_single:  # masks cost nothing where memory is waited for
         return [(True, low, high)]
     middle = low if all_from is None else jnp.clip(pl.cdiv(all_from, keys), low, high)
-    middle_end = jnp.clip(lax.div(jnp.minimum(all_before, block.stop), keys), middle, high)
+    middle_end = jnp.clip(lax.div(jnp.minimum(all_before, block.item.stop), keys), middle, high)
     before = [] if all_from is None else [(True, low, middle)]
     return [*before, (False, middle, middle_end), (True, middle_end, high)]
 
@@ -333,15 +338,15 @@ def _visible(query: Array, key: Array, mask: Mask) -> Array:
     return (key <= query) & (key >= first_key(query, mask))
 
 
-def _slots(tables_ref: Any, sequence: Array, start: Array, keys: int, block_size: int) -> Array:
+def _slots(tables_ref: Any, row: Array, start: Array, keys: int, block_size: int) -> Array:
     """Where the keys from `start` on lie; those past the table lie anywhere."""
     place = lax.iota(jnp.int32, keys)
     if block_size % keys == 0:
-        block = tables_ref[sequence, lax.div(start, block_size)]
+        block = tables_ref[row, lax.div(start, block_size)]
         return block * block_size + lax.rem(start, block_size) + place
     place += start
     nth = jnp.minimum(lax.div(place, block_size), tables_ref.shape[1] - 1)
-    block = tables_ref[jnp.broadcast_to(sequence, nth.shape), nth]
+    block = tables_ref[jnp.broadcast_to(row, nth.shape), nth]
     return block * block_size + lax.rem(place, block_size)
 
 

@@ -1,7 +1,7 @@
 """paged_attention in plain XLA: the implementation for CPUs, and the oracle for every kernel.
 
 Keys are visited in stretches of fixed positions with a running softmax: decodes together, as far as the
-longest of them reaches; prefill rows in blocks, over the sequences that have rows in the block. So the work
+longest of them reaches; tokens of chunks in blocks, over the rows that have tokens in the block. So the work
 follows the tokens that are there, not the width of the block tables, and a row's result does not depend on
 its neighbours: a stretch that it does not see adds exactly nothing.
 """
@@ -19,7 +19,7 @@ from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Batch, Mask, Options
 
 DECODE_STRETCH = 256  # keys of each sequence scored at a time
 PREFILL_STRETCH = 128
-QUERY_BLOCK = 128  # prefill rows scored at a time
+QUERY_BLOCK = 128  # tokens of chunks scored at a time
 
 # (weights' running maximum, their running sum, the running sum of weighted values)
 Softmax = tuple[Array, Array, Array]
@@ -31,15 +31,16 @@ def paged_attention(
     """See kernels.attention.PagedAttention."""
     pages = write_kv(k, v, pages, batch.kv_slots)
     q = q * options.scale
-    num_decode = len(batch.decode_tables)
-    positions, sequences = batch.positions, batch.sequences - num_decode
-    parts = []
-    if num_decode:
-        parts.append(_decode(q[:num_decode], positions[:num_decode], pages, batch.decode_tables, options))
-    if len(batch.prefill_tables):
-        rows = (q[num_decode:], positions[num_decode:], sequences[num_decode:])
-        parts.append(_prefill(rows, pages, batch.prefill_tables, options))
-    return jnp.concatenate(parts), pages
+    if not batch.max_chunks:
+        return _decode(q, batch.positions, pages, batch.tables[batch.rows], options), pages
+    num_rows, is_decode = len(batch.tables), jnp.arange(len(q)) < batch.num_decodes
+    positions = jnp.where(is_decode, batch.positions, -1)[:num_rows]
+    decoded = _decode(q[:num_rows], positions, pages, batch.tables, options)
+    is_prefilled = ~is_decode & (batch.kv_slots >= pages.shape[1])
+    rows = jnp.where(is_prefilled, batch.rows, -1)
+    prefilled = _prefill((q, batch.positions, rows), pages, batch.tables, options)
+    decoded = jnp.pad(decoded, [(0, len(q) - num_rows)] + [(0, 0)] * 3)
+    return jnp.where(is_decode[:, None, None, None], decoded, prefilled), pages
 
 
 def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> Array:
@@ -51,7 +52,7 @@ def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> Array:
 
 
 def _decode(q: Array, positions: Array, pages: Array, tables: Array, options: Options) -> Array:
-    """q [S, K, G, H], one row for each sequence."""
+    """q [R, K, G, H] with a table for each; a position of -1 sees nothing."""
     tables, length = _stretches(tables, pages, DECODE_STRETCH)
 
     def add(i: Array, running: Softmax) -> Softmax:
@@ -67,35 +68,37 @@ def _decode(q: Array, positions: Array, pages: Array, tables: Array, options: Op
     return _finish(jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q)), q)
 
 
-def _prefill(rows: tuple[Array, Array, Array], pages: Array, tables: Array, options: Options) -> Array:
-    """rows: q [T, K, G, H], positions [T], sequences [T]."""
-    num_seqs = len(tables)
+def _prefill(tokens: tuple[Array, Array, Array], pages: Array, tables: Array, options: Options) -> Array:
+    """tokens: q [T, K, G, H], positions [T], their rows [T] in the tables; -1: none, and it becomes 0."""
+    num_rows = len(tables)
     tables, length = _stretches(tables, pages, PREFILL_STRETCH)
 
-    def attend(rows: tuple[Array, Array, Array]) -> Array:
-        q, positions, sequences = rows
+    def attend(tokens: tuple[Array, Array, Array]) -> Array:
+        q, positions, rows = tokens
         q = q.transpose(1, 2, 0, 3)  # [K, G, T, H]
-        owned = sequences == jnp.arange(num_seqs)[:, None]  # [S, T]
+        owned = rows == jnp.arange(num_rows)[:, None]  # [R, T]
+        first_row = jnp.min(jnp.where(rows < 0, num_rows, rows))
         num_stretches = jnp.max(jnp.where(owned, positions // length + 1, 0), axis=1)
 
-        def add(sequence: Array, i: Array, running: Softmax) -> Softmax:
-            keys, values = _stretch(pages, tables[sequence, i])  # [K, C, H]
+        def add(row: Array, i: Array, running: Softmax) -> Softmax:
+            keys, values = _stretch(pages, tables[row, i])  # [K, C, H]
             scores = jnp.einsum("kgth,kch->kgtc", q, keys, preferred_element_type=jnp.float32)
             visible = _visible(positions[:, None], i * length + jnp.arange(length), options.mask)
-            visible &= owned[sequence][:, None]
+            visible &= owned[row][:, None]
             seen = jnp.where(visible.any(axis=0)[:, None], values, 0)
             weighted = lambda weights: jnp.einsum("kgtc,kch->kgth", weights, seen)  # noqa: E731
             return _accumulate(running, _capped(scores, options.softcap), visible, weighted)
 
-        def attend_to(sequence: Array, running: Softmax) -> Softmax:
-            return jax.lax.fori_loop(0, num_stretches[sequence], partial(add, sequence), running)
+        def attend_to(row: Array, running: Softmax) -> Softmax:
+            return jax.lax.fori_loop(0, num_stretches[row], partial(add, row), running)
 
-        return _finish(jax.lax.fori_loop(0, num_seqs, attend_to, _start(q)), q).transpose(2, 0, 1, 3)
+        summed = jax.lax.fori_loop(first_row, jnp.max(rows) + 1, attend_to, _start(q))
+        return _finish(summed, q).transpose(2, 0, 1, 3)
 
-    q = rows[0]
+    q = tokens[0]
     if len(q) <= QUERY_BLOCK or len(q) % QUERY_BLOCK:
-        return attend(rows)
-    blocks = jax.tree.map(lambda x: x.reshape(-1, QUERY_BLOCK, *x.shape[1:]), rows)
+        return attend(tokens)
+    blocks = jax.tree.map(lambda x: x.reshape(-1, QUERY_BLOCK, *x.shape[1:]), tokens)
     return jax.lax.map(attend, blocks).reshape(q.shape)
 
 

@@ -70,18 +70,28 @@ def paged_attention(
     pages = _write(k, v, pages, batch.kv_slots)
     mask, scale, softcap = options
     settings = {"sm_scale": scale, "sliding_window": mask.window, "soft_cap": softcap}
-    num_decode = len(batch.decode_tables)
-    parts = []
-    if num_decode:
-        parts.append(_decode(q[:num_decode], pages, batch, mask, settings))
-    if len(batch.prefill_tables):
-        rows = (batch.positions[num_decode:], batch.sequences[num_decode:] - num_decode)
-        is_real = batch.kv_slots[num_decode:] >= block_size  # block 0 is nobody's
-        runs = prefill_runs(*rows, is_real, batch.prefill_tables, mask, block_size)
-        out = _prefill(q[num_decode:], pages, runs, settings)
-        # The kernel leaves rows that are in no run as they were in its memory.
-        parts.append(jnp.where(is_real[:, None, None, None], out, 0))
-    return jnp.concatenate(parts)[..., :head_dim], pages.reshape(shape)
+    if batch.max_chunks:
+        out = _mixed(q, pages, batch, mask, settings)
+    else:
+        tables = batch.tables[batch.rows]
+        out = _decode(q, pages, batch.positions, tables, jnp.int32(len(q)), mask, settings)
+    return out[..., :head_dim], pages.reshape(shape)
+
+
+def _mixed(q: Array, pages: Array, batch: Batch, mask: Mask, settings: dict[str, Any]) -> Array:
+    """q [T, K, G, H] -> [T, K, G, H]. The kernel's runs begin with its first row, so what is not decoded is
+    turned to the front."""
+    num, most = batch.num_decodes, len(batch.tables)
+    decoded = _decode(q[:most], pages, batch.positions[:most], batch.tables, num, mask, settings)
+    is_decode = jnp.arange(len(q)) < num
+    is_real = ~is_decode & (batch.kv_slots >= pages.shape[1])  # block 0 is nobody's
+    q, positions, rows, real = (jnp.roll(x, -num, axis=0) for x in (q, batch.positions, batch.rows, is_real))
+    runs = prefill_runs(positions, rows, real, batch, mask, pages.shape[1])
+    out = jnp.roll(_prefill(q, pages, runs, settings), num, axis=0)
+    # The kernel leaves rows that are in no run as they were in its memory.
+    out = jnp.where(is_real[:, None, None, None], out, 0)
+    decoded = jnp.pad(decoded, [(0, len(q) - len(decoded))] + [(0, 0)] * 3)
+    return jnp.where(is_decode[:, None, None, None], decoded, out)
 
 
 def _write(k: Array, v: Array, pages: Array, slots: Array) -> Array:
@@ -93,19 +103,21 @@ def _write(k: Array, v: Array, pages: Array, slots: Array) -> Array:
     return write_kv(k, v, pages, slots)
 
 
-def _decode(q: Array, pages: Array, batch: Batch, mask: Mask, settings: dict[str, Any]) -> Array:
-    """q [S, K, G, H] -> [S, K, G, H]; heads that lie apart are as many sequences."""
+def _decode(
+    q: Array, pages: Array, positions: Array, tables: Array, num: Array, mask: Mask, settings: dict[str, Any]
+) -> Array:
+    """q [R, K, G, H] -> [R, K, G, H], the first `num` of them; heads that lie apart are as many sequences."""
     (num_rows, num_kv_heads), block_size = q.shape[:2], pages.shape[1]
     apart = num_kv_heads // pages.shape[2]
     rows = q.reshape(num_rows * apart, pages.shape[2], *q.shape[2:])
-    positions = batch.positions[:num_rows].repeat(apart)
-    tables = _pages_of(batch.decode_tables, apart).reshape(len(rows), -1)
+    positions = jnp.where(jnp.arange(num_rows) < num, positions, 0).repeat(apart)
+    tables = _pages_of(tables, apart).reshape(len(rows), -1)
     width = _width(tables, 1, mask, block_size)
     most = max(TABLE_BYTES // (4 * cdiv(width, LANES) * LANES), 1)
     parts = []
     for i in range(0, len(rows), most):
         part = slice(i, min(i + most, len(rows)))
-        runs = decode_runs(positions[part], tables[part], mask, block_size)
+        runs = decode_runs(positions[part], tables[part], num * apart - i, mask, block_size)
         parts.append(_attend(rows[part], pages, runs, DECODE_ROWS, settings))
     return jnp.concatenate(parts).reshape(q.shape)
 
@@ -139,25 +151,24 @@ def _padded(x: Array, head_dim: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
 
 
-def decode_runs(positions: Array, tables: Array, mask: Mask, block_size: int) -> Runs:
+def decode_runs(positions: Array, tables: Array, num: Array, mask: Mask, block_size: int) -> Runs:
     """Every row is a run, padding too: it sees one key of block 0."""
-    num = len(tables)
     first = _first_block(positions, mask, block_size)
     return Runs(
-        jnp.arange(num + 1, dtype=jnp.int32),
+        jnp.arange(len(tables) + 1, dtype=jnp.int32),
         positions + 1 - first * block_size,
         _from_block(tables, first, _width(tables, 1, mask, block_size)),
-        jnp.full(1, num, jnp.int32),
+        jnp.clip(num, 1, len(tables)).astype(jnp.int32)[None],  # as below, at least one
     )
 
 
 def prefill_runs(
-    positions: Array, sequences: Array, is_real: Array, tables: Array, mask: Mask, block_size: int
+    positions: Array, rows: Array, is_real: Array, batch: Batch, mask: Mask, block_size: int
 ) -> Runs:
-    """positions [T], sequences [T]: rows of a sequence together and in order, padding behind them. A sequence
-    is a run, or, where it crosses from one chunk to the next, several."""
-    num_rows, most = len(positions), len(tables)
-    begins = is_real & (sequences != jnp.roll(sequences, 1))
+    """positions [T], rows [T] of the batch: those of a row together and in order, what is not real behind
+    them. A row is a run, or, where it crosses from one attention chunk to the next, several."""
+    num_rows, most, tables = len(positions), batch.max_chunks, batch.tables
+    begins = is_real & (rows != jnp.roll(rows, 1))
     if mask.attention_chunk is not None:
         begins |= is_real & (positions % mask.attention_chunk == 0)
         most = min(2 * most + num_rows // mask.attention_chunk, num_rows)
@@ -168,7 +179,7 @@ def prefill_runs(
     ends = jnp.minimum(jnp.append(starts, num_rows), num_real)
     starts, lasts = jnp.minimum(starts, num_rows - 1), jnp.maximum(ends[1:] - 1, 0)
     first = _first_block(positions[starts], mask, block_size)
-    own = tables[jnp.clip(sequences[starts], 0, len(tables) - 1)]
+    own = tables[rows[starts]]
     return Runs(
         ends,
         jnp.where(ends[1:] > ends[:-1], positions[lasts] + 1 - first * block_size, 0),

@@ -1,9 +1,10 @@
-"""Who runs in the next step: first come, first served, but for priority. Pure Python: no arrays, no devices.
+"""Who runs in the next step: first come, first served, but for priority and the length of prompts. Pure
+Python: no arrays, no devices.
 
-A step decodes one token for every running sequence that can, or prefills prompts; with chunked prefill it
-does both, the decodes first. A sequence is admitted when its tokens so far fit into free blocks, and gets
-more blocks as it grows. When they run out, the last in order gives all of its own up and is computed anew
-later.
+A step decodes one token for every running sequence that can, and takes in as many tokens of prompts besides
+as keep it within the time that is aimed at; without chunked prefill it does one or the other. A sequence is
+admitted when its tokens so far fit into free blocks, and gets more blocks as it grows. When they run out, the
+last in order gives all of its own up and is computed anew later.
 
 Steps are read after the next one was sent off. What a sequence holds is therefore released only when the last
 step that it takes part in has been read, and nobody is preempted while any step is in flight. Blocks can be
@@ -16,14 +17,14 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
 
-from hex_llm.config import EngineConfig
 from hex_llm.errors import QueueFull
 from hex_llm.scheduling.blocks import BlockPool
+from hex_llm.scheduling.limits import StepLimits, StepTimes
 from hex_llm.scheduling.sequence import NO_SLOT, PREFILLING, Sequence, State
 from hex_llm.types import Chunk, FinishReason, StepPlan
 
@@ -33,32 +34,9 @@ Rows = list[tuple[Sequence, Chunk]]
 MAX_PREEMPTIONS = 3
 MAX_PASSED = 64  # of those that wait and cannot begin yet, so many are passed over in a step
 PRIORITY_S = 10.0  # how much earlier a request counts as having come, for each doubling of its priority
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """What a step may hold."""
-
-    max_prefill_seqs: int
-    max_decode_seqs: int
-    max_tokens: int  # of all chunks and decodes together; if not chunked, one prompt may be longer, alone
-    chunked: bool = False
-    prefix_unit: int | None = None  # prefix-cache hits are multiples of it; None: no prefix cache
-    max_sequences: int | None = None  # waiting and running
-
-    @classmethod
-    def of(cls, config: EngineConfig, max_len: int) -> StepLimits:
-        unit = config.block_size
-        if config.prefix_cache_unit == "prefill_len_padding":
-            unit = math.lcm(unit, config.prefill_len_padding)
-        return cls(
-            config.max_prefill_seqs,
-            config.max_decode_seqs,
-            config.max_step_tokens(max_len),
-            config.enable_chunked_prefill,
-            unit if config.enable_prefix_cache_hbm else None,
-            config.max_sequences(max_len),
-        )
+# A prompt counts as having come later by the time that it takes, so that short ones pass it, but by no more.
+MAX_PASSED_S = 5.0
+MIN_PROMPT_TOKENS = 32  # that a step takes in, even if its decodes take all of the time
 
 
 def precedence(priority: int) -> float:
@@ -75,6 +53,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.limits = limits
+        self.times: StepTimes | None = None  # None: unknown, so that all steps may be as large as can be
         self.running: list[Sequence] = []
         self.num_waiting = 0
         self.num_preemptions = 0
@@ -93,13 +72,15 @@ class Scheduler:
     def check_room(self, num_sequences: int) -> None:
         """Refuses what would make the queue too long."""
         most, now = self.limits.max_sequences, self.num_waiting + len(self.running)
-        if most is not None and now + num_sequences > most:
+        if now + num_sequences > most:
             raise QueueFull(f"{now} sequences are running or waiting, and no more than {most} may be")
 
     def add(self, sequence: Sequence) -> None:
         self._num_arrived += 1
         sequence.arrival = self._num_arrived
         sequence.rank = self._clock() + precedence(sequence.priority)
+        if self.times is not None:
+            sequence.rank += min(self.times.prefill_seconds(sequence.length), MAX_PASSED_S)
         self._enqueue(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -134,7 +115,7 @@ class Scheduler:
         if not prefills and self._grow():
             decodes = [(s, s.take_in(1)) for s in self.running if s.can_decode]
             if limits.chunked:
-                prefills = self._prefills(limits.max_tokens - len(decodes))
+                prefills = self._prefills(self._prompt_budget(decodes), len(decodes))
         self._in_flight += bool(decodes or prefills)
         plan = StepPlan(tuple(chunk for _, chunk in decodes), tuple(chunk for _, chunk in prefills))
         return plan, [sequence for sequence, _ in decodes + prefills]
@@ -240,38 +221,71 @@ class Scheduler:
         later = self.running[self.running.index(sequence) :]
         return next(s for s in reversed(later) if s.num_preempted < MAX_PREEMPTIONS)
 
-    def _prefills(self, budget: int) -> Rows:
-        """Chunks of at most `budget` tokens together: of those that have begun, then of those that wait."""
-        rows: Rows = []
-        most = self.limits.max_prefill_seqs
-        for sequence in [s for s in self.running if s.state is PREFILLING]:
-            if sequence.num_left > 1 and not sequence.is_held and budget > 0 and len(rows) < most:
-                budget -= self._prefill(sequence, budget, rows)
+    def _prompt_budget(self, decodes: Rows) -> int:
+        """Prompt tokens that a step may take beside these decodes."""
+        most = self.limits.max_tokens - len(decodes)
+        if self.times is None or not decodes:
+            return most
+        within = self.times.tokens_within(self.limits.target_s, sum(chunk.end for _, chunk in decodes))
+        sizes = self.limits.step_sizes  # a step that fills one is not padded
+        whole = sizes[max(bisect_right(sizes, within) - 1, 0)] if sizes else within
+        return min(max(whole - len(decodes), MIN_PROMPT_TOKENS), most)
+
+    def _prefills(self, budget: float, num_decodes: int = 0) -> Rows:
+        """Chunks of at most `budget` tokens together, of those that have begun and those that wait, in order.
+        Beside decodes a token counts as many that cost as much at the beginning of a prompt."""
+        taken: list[tuple[Sequence, int]] = []
+        begun = deque(s for s in self.running if s.state is PREFILLING and s.num_left > 1 and not s.is_held)
         passed: list[tuple[float, int, Sequence]] = []
-        while budget > 0 and len(rows) < most and len(passed) < MAX_PASSED:
-            first = self._next_waiting()
-            if first is None:
+        admits = True
+        while budget >= 1 and len(taken) < self.limits.max_prefill_seqs:
+            first = self._next_waiting() if admits and len(passed) < MAX_PASSED else None
+            if begun and (first is None or begun[0].order < first.order):
+                first = begun.popleft()
+            elif first is None:
                 break
-            shared, more_is_coming = self._cached_blocks(first)
-            if first.is_held or more_is_coming:
-                passed.append(heapq.heappop(self._waiting))
-            elif self._admit(first, shared):
-                budget -= self._prefill(first, budget, rows)
             else:
-                break
+                shared, more_is_coming = self._cached_blocks(first)
+                if first.is_held or more_is_coming:
+                    passed.append(heapq.heappop(self._waiting))
+                    continue
+                if not self._admit(first, shared):
+                    admits = False
+                    continue
+            budget -= self._take(first, budget, taken, weighed=num_decodes > 0)
         for one in passed:
             heapq.heappush(self._waiting, one)
-        return rows
+        self._cut(taken, num_decodes)
+        return [(sequence, sequence.take_in(num_tokens)) for sequence, num_tokens in taken]
 
-    def _prefill(self, sequence: Sequence, budget: int, rows: Rows) -> int:
-        """Without chunked prefill the first of a step is taken whole; the last may still be cut, to use what
-        is left of the budget."""
-        whole = not (self.limits.chunked or rows)
-        num_tokens = sequence.num_left if whole else min(sequence.num_left, budget)
-        rows.append((sequence, sequence.take_in(num_tokens)))
-        for key in self._keys_within(sequence, sequence.num_computed):
+    def _take(
+        self, sequence: Sequence, budget: float, taken: list[tuple[Sequence, int]], weighed: bool
+    ) -> float:
+        """What it takes of the budget. Without chunked prefill the first of a step is taken whole; the last
+        may still be cut, to use what is left of the budget."""
+        num_tokens, weight = sequence.num_left, 1.0
+        if self.limits.chunked or taken:
+            num_tokens = min(num_tokens, int(budget))
+            if weighed and self.times is not None:
+                weight = self.times.weight(sequence.num_computed + num_tokens // 2)
+                num_tokens = min(num_tokens, max(int(budget / weight), 1))
+        taken.append((sequence, num_tokens))
+        for key in self._keys_within(sequence, sequence.num_computed + num_tokens):
             self._filling.setdefault(key, sequence)
-        return num_tokens
+        return num_tokens * weight
+
+    def _cut(self, taken: list[tuple[Sequence, int]], num_decodes: int) -> None:
+        """Leaves so much of the last prompt to the next step that this one is not padded, if the prompt ends
+        sooner so."""
+        sizes, total = self.limits.step_sizes, num_decodes + sum(num_tokens for _, num_tokens in taken)
+        i = bisect_left(sizes, total)
+        if self.times is None or not (self.limits.chunked and taken and 0 < i < len(sizes)):
+            return
+        rest, (sequence, num_tokens) = total - sizes[i - 1], taken[-1]
+        following = sizes[bisect_left(sizes, min(num_decodes + len(taken) - 1 + rest, sizes[-1]))]
+        both_s = self.times.seconds(sizes[i - 1]) + self.times.seconds(following)
+        if rest < num_tokens and both_s < self.times.seconds(sizes[i]):
+            taken[-1] = (sequence, num_tokens - rest)
 
     def _next_waiting(self) -> Sequence | None:
         while self._waiting and self._waiting[0][-1].finish_reason is not None:

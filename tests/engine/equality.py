@@ -36,9 +36,8 @@ class Case(NamedTuple):
     overlapped: bool
 
     def flags(self) -> dict[str, Any]:
-        chunked = {} if self.chunk is None else {"enable_chunked_prefill": True}
         return {
-            **chunked,
+            "enable_chunked_prefill": self.chunk is not None,
             "max_num_batched_tokens": self.chunk or PREFILLED,
             "block_size": self.block_size,
             "num_blocks": 32 * MAX_LEN // self.block_size,

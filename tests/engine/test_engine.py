@@ -20,11 +20,11 @@ from hex_llm.engine.engine import Engine
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.execution import programs
 from hex_llm.execution.batch import StepShape
-from hex_llm.execution.programs import AddLogprobs, Adjust, Choose, Write
+from hex_llm.execution.programs import AddLogprobs, Adjust, Choose, Logits, Write
 from hex_llm.execution.sampling import VARIANTS
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.text.grammar import Budget
-from hex_llm.types import FinishReason, Request, Update
+from hex_llm.types import Chunk, FinishReason, Request, StepPlan, Update
 from tests.engine.driving import LLAMA, drive, make_engine, request, tokens
 from tests.tiny import greedy_tokens
 
@@ -89,7 +89,7 @@ def test_programs_that_leave_out_what_is_not_wanted_choose_the_same(engine: Engi
     for batch in (*([one] for one in params), params):
         assert found(several, batch) == found(engine, batch)
     used = {key.variant if isinstance(key, Choose) else type(key) for key in several.stepper.runner.compiled}
-    assert used == {*VARIANTS, Adjust, AddLogprobs, StepShape, Write}
+    assert used == {*VARIANTS, Adjust, AddLogprobs, Logits, StepShape, Write}
 
 
 def test_a_seed_gives_the_same_alone_and_among_31_neighbours(engine: Engine) -> None:
@@ -234,9 +234,9 @@ def test_an_answer_without_a_finite_score_ends_that_request_only(
     plain = programs.forward
 
     def poisoned(*args: Any, **options: Any) -> Any:
-        logits, rows, hidden, pages = plain(*args, **options)
+        last, rows, *rest = plain(*args, **options)
         bad = rows[2] == len(PROMPT) + 3  # whoever has so many tokens
-        return jnp.where(bad[:, None], jnp.nan, logits), rows, hidden, pages
+        return jnp.where(bad[:, None], jnp.nan, last), rows, *rest
 
     monkeypatch.setattr(programs, "forward", poisoned)
     engine = make_engine(folder, **FLAGS)
@@ -328,7 +328,7 @@ def test_one_book_feeds_several_runners(engine: Engine, folder: Path, judge: Any
         updates += requests.take_updates()
     for i, prompt in enumerate(prompts):
         assert tokens([u for u in updates if u.request_id == str(i)]) == greedy_tokens(judge, prompt, 12)
-    assert [stepper.num_steps - n for stepper, n in zip(steppers, before, strict=True)] == [13, 13]
+    assert [stepper.num_steps - n for stepper, n in zip(steppers, before, strict=True)] == [12, 12]
     requests.check_idle()
     for stepper in steppers:
         stepper.scheduler.check_idle()
@@ -451,12 +451,13 @@ def test_priority_only_where_it_is_allowed(engine: Engine) -> None:
 
 
 def test_a_late_compilation_is_counted_or_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    few = {"max_decode_seqs": 1, "max_model_len": 64, "prefill_len_padding": 64}
+    few = {"max_decode_seqs": 1, "max_model_len": 64, "enable_prefix_cache_hbm": False}
     warm = make_engine(folder, **few)
     warm.warm_up()
     drive(warm, [request("r", PROMPT, greedy(max_tokens=4, prompt_logprobs=1, logit_bias={1: 1.0}))])
     assert warm.stepper.runner.num_late_compiles == 0
-    forgotten = next(key for key in warm.stepper.runner.compiled if key == (0, 1, 32, 2))
+    prompt = Chunk(1, 0, len(PROMPT), (), 0, True)
+    forgotten = warm.stepper.runner.paddings.shape(StepPlan(prefills=(prompt,)))
     del warm.stepper.runner.compiled[forgotten]
     drive(warm, [request("r", PROMPT, greedy(max_tokens=4))])
     assert warm.stepper.runner.num_late_compiles == 1

@@ -64,7 +64,7 @@ class Judge:
 
 @pytest.fixture(scope="module")
 def fresh(folder: Path) -> Engine:
-    return make_engine(folder, **FLAGS)
+    return make_engine(folder, **FLAGS, enable_prefix_cache_hbm=False)
 
 
 @pytest.fixture

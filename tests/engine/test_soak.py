@@ -33,7 +33,7 @@ LONGROPE = Tiny(
         },
     },
 )
-CHUNKED = {"enable_chunked_prefill": True}
+CHUNKED, APART = {"enable_chunked_prefill": True}, {"enable_chunked_prefill": False}
 CACHED = {"enable_prefix_cache_hbm": True}
 PER_BLOCK = {**CACHED, "prefix_cache_unit": "block"}
 COMBINATIONS: list[tuple[Tiny, dict[str, Any]]] = [
@@ -43,21 +43,18 @@ COMBINATIONS: list[tuple[Tiny, dict[str, Any]]] = [
     (LONGROPE, {**CHUNKED, **PER_BLOCK, "max_num_batched_tokens": 11, "block_size": 8, "num_blocks": 10}),
     (TINY, {"max_decode_seqs": 1, "num_blocks": 2}),
     (TINY, {"max_decode_seqs": 3, "decode_seqs_padding": 7, "prefill_len_padding": 13, **CACHED}),
-    (TINY, {"max_prefill_seqs": 3, "prefill_seqs_padding": 2, "prefill_len_padding": 9}),
-    (
-        TINY,
-        {"max_prefill_seqs": 5, "max_num_batched_tokens": 17, "decode_blocks_padding": 1, "block_size": 8},
-    ),
+    (TINY, {**APART, "max_prefill_seqs": 3, "prefill_seqs_padding": 2, "prefill_len_padding": 9}),
+    (TINY, {**APART, "max_prefill_seqs": 5, "max_num_batched_tokens": 17, "decode_blocks_padding": 3}),
     (TINY, {"async_scheduling": False, **CHUNKED, **CACHED, "prefill_len_padding": 8}),
     (TINY, {"block_size": 2048}),
     (TINY, {"block_size": 8192, "num_blocks": 3, **PER_BLOCK}),
     (TINY, {"max_concurrent_requests": 4, "max_decode_seqs": 2}),
     (TINY, {**CHUNKED, "max_prefill_seqs": 4, "max_num_batched_tokens": 40, "max_decode_seqs": 6}),
-    (TINY, {"prefill_len_padding": 1, "decode_seqs_padding": 1, "max_decode_seqs": 3}),
+    (TINY, {**APART, "prefill_len_padding": 1, "decode_seqs_padding": 1, "max_decode_seqs": 3}),
     (TINY, {"tensor_parallel_size": 2, "block_size": 8, "num_blocks": 12, **PER_BLOCK}),
     (WINDOWED, {**PER_BLOCK, "block_size": 16, "num_blocks": 6}),
     (WINDOWED, {"max_decode_seqs": 5, "decode_seqs_padding": 2, **CHUNKED, "max_num_batched_tokens": 6}),
-    (LONGROPE, {"block_size": 8, "num_blocks": 6}),
+    (LONGROPE, {**APART, "block_size": 8, "num_blocks": 6}),
     (LONGROPE, {**CACHED, "prefill_len_padding": 8, "block_size": 8, "async_scheduling": False}),
     (TINY, {**CHUNKED, **PER_BLOCK, "max_prefill_seqs": 2, "block_size": 8, "num_blocks": 6}),
 ]

@@ -16,7 +16,7 @@ BLOCK_BYTES = 32 * SPEC.num_kv_heads * SPEC.head_dim * 2 * 4 * len(SPEC.layers)
 
 
 def blocks(**flags: float) -> int:
-    return num_kv_blocks(EngineConfig(**flags), SPEC, np.dtype(np.float32), jax.devices()[:1])
+    return num_kv_blocks(EngineConfig(**flags), 256, SPEC, np.dtype(np.float32), jax.devices()[:1])
 
 
 def test_the_factor_acts_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,10 +134,10 @@ def test_the_number_follows_from_memory_and_the_largest_step(monkeypatch: pytest
     memory = 0
     monkeypatch.setattr(os, "sysconf", lambda name: memory if name == "SC_PHYS_PAGES" else 1)
 
-    def most(num_gib: int, max_len: int, **flags: int) -> int:
+    def most(num_gib: int, max_len: int, max_decode_seqs: int = 256, **flags: int) -> int:
         nonlocal memory
         memory = num_gib << 30
-        return EngineConfig(**flags).max_sequences(max_len)  # type: ignore[arg-type]
+        return EngineConfig(**flags).max_sequences(max_len, max_decode_seqs)  # type: ignore[arg-type]
 
     assert most(1024, 8192) == 4096
     assert most(1024, 8192, max_decode_seqs=8) == 1024

@@ -52,10 +52,17 @@ every_one = pytest.mark.parametrize(
         (Mask(), 1.5),
     ],
 )
+@pytest.mark.parametrize("max_chunks", [0, 4])
 def test_ragged_batch(
-    paged_attention: PagedAttention, block_size: int, group: int, mask: Mask, softcap: float | None
+    paged_attention: PagedAttention,
+    block_size: int,
+    group: int,
+    mask: Mask,
+    softcap: float | None,
+    max_chunks: int,
 ) -> None:
-    """Decodes and prefill chunks of very different lengths, some after a cached prefix, with padding."""
+    """Decodes and prefill chunks of very different lengths, some after a cached prefix, with padding; chunks
+    told apart, or every token by itself."""
     rng = np.random.default_rng(0)
     decodes = [0, 5, 255, 256, 700]  # positions; everything before is cached
     chunks = [(0, 130), (300, 40), (0, 1)]  # (cached, new tokens)
@@ -79,10 +86,11 @@ def test_ragged_batch(
     pad = [0] * num_padding
     batch = Batch(
         positions=jnp.array([p for _, p in rows] + pad),
-        sequences=jnp.array([i for i, _ in rows] + pad),
+        rows=jnp.array([i for i, _ in rows] + pad),
         kv_slots=jnp.array(place + pad),
-        decode_tables=jnp.array(tables[: len(decodes)]),
-        prefill_tables=jnp.array(tables[len(decodes) :]),
+        tables=jnp.array(tables),
+        num_decodes=jnp.int32(len(decodes)),
+        max_chunks=max_chunks,
     )
     q = rng.standard_normal((len(rows) + num_padding, KV_HEADS, group, HEAD_DIM), dtype=np.float32)
     k = np.zeros((len(q), KV_HEADS, HEAD_DIM), np.float32)
@@ -108,13 +116,12 @@ def test_a_row_does_not_depend_on_its_neighbours(paged_attention: PagedAttention
     tables = jnp.arange(1, 61, dtype=jnp.int32).reshape(2, 30)
     q = jnp.array(rng.standard_normal((2, KV_HEADS, 2, HEAD_DIM), dtype=np.float32))
     kv = jnp.array(rng.standard_normal((2, KV_HEADS, HEAD_DIM), dtype=np.float32))
-    empty = jnp.zeros((0, 30), jnp.int32)
 
     def first_row(positions: list[int]) -> np.ndarray:
         n = len(positions)
         at = jnp.array(positions)
         slots = tables[jnp.arange(n), at // 32] * 32 + at % 32
-        batch = Batch(at, jnp.arange(n), slots, tables[:n], empty)
+        batch = Batch(at, jnp.arange(n), slots, tables[:n], jnp.int32(n), 0)
         options = Options(Mask(), 1.0, None)
         return np.asarray(paged_attention(q[:n], kv[:n], kv[:n], pages, batch, options)[0][0])
 
@@ -136,7 +143,7 @@ def test_a_prefill_row_does_not_depend_on_its_neighbours(paged_attention: PagedA
         at = jnp.concatenate([jnp.arange(n) for n in lengths])
         owners = jnp.repeat(jnp.arange(len(lengths)), jnp.array(lengths))
         slots = tables[owners, at // 32] * 32 + at % 32
-        batch = Batch(at, owners, slots, jnp.zeros((0, 20), jnp.int32), tables)
+        batch = Batch(at, owners, slots, tables, jnp.int32(0), 3)
         options = Options(Mask(), 1.0, None)
         return np.asarray(paged_attention(q[rows], kv[rows], kv[rows], pages, batch, options)[0])
 
@@ -164,7 +171,7 @@ def test_what_is_hidden_cannot_spread(paged_attention: PagedAttention, bad: floa
     positions = jnp.array([cached, *range(new)])
     sequences = jnp.array([0] + [1] * new)
     slots = tables[sequences, positions // block] * block + positions % block
-    batch = Batch(positions, sequences, slots, tables[:1], tables[1:])
+    batch = Batch(positions, sequences, slots, tables, jnp.int32(1), 1)
     q = jnp.array(rng.standard_normal((new + 1, KV_HEADS, 2, HEAD_DIM), dtype=np.float32))
     k, v = (np.array(rng.standard_normal((new + 1, KV_HEADS, HEAD_DIM), dtype=np.float32)) for _ in "kv")
     pages = rng.standard_normal((5, block, KV_HEADS, 2, HEAD_DIM)).astype(np.float32)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -28,6 +30,7 @@ def ragged(
     head_dim: int = 16,
     dtype: Any = jnp.float32,
     num_padding: int = 11,
+    max_chunks: int = 5,
     seed: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Batch]:
     """The arguments of paged_attention: blocks in any order, and padding behind the prefills."""
@@ -46,10 +49,11 @@ def ragged(
     slots[len(rows) - num_padding :] = [0] * num_padding
     batch = Batch(
         positions=jnp.array([p for _, p in rows], jnp.int32),
-        sequences=jnp.array([i for i, _ in rows], jnp.int32),
+        rows=jnp.array([i for i, _ in rows], jnp.int32),
         kv_slots=jnp.array(slots, jnp.int32),
-        decode_tables=jnp.array(tables[: len(decodes)]),
-        prefill_tables=jnp.array(tables[len(decodes) :]),
+        tables=jnp.array(tables),
+        num_decodes=jnp.int32(len(decodes)),
+        max_chunks=max_chunks,
     )
 
     def normal(*shape: int) -> jax.Array:
@@ -96,6 +100,7 @@ def test_decodes_and_prefills(
 ) -> None:
     sizes = {"group": group, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
     check(ragged(DECODES, CHUNKS, kv_heads=3 if group == 3 else 1, **sizes), mask, softcap)
+    check(ragged(DECODES, CHUNKS[1:], max_chunks=0, **sizes), mask, softcap)  # every token by itself
 
 
 @pytest.mark.parametrize(
@@ -122,8 +127,8 @@ def test_a_row_does_not_depend_on_its_neighbours(decodes: list[int], chunks: lis
     q, k, v, pages, batch = ragged(decodes, chunks, num_padding=0)
     together, _ = run(gpu.paged_attention, (q, k, v, pages, batch), options=options)
     first = chunks[0][1] if chunks else 1
-    tokens = (x[:first] for x in (batch.positions, batch.sequences, batch.kv_slots))
-    alone = Batch(*tokens, batch.decode_tables[:1], batch.prefill_tables[:1])
+    tokens = (x[:first] for x in (batch.positions, batch.rows, batch.kv_slots))
+    alone = Batch(*tokens, batch.tables[:1], jnp.int32(not chunks), batch.max_chunks)
     out, _ = run(gpu.paged_attention, (q[:first], k[:first], v[:first], pages, alone), options=options)
     np.testing.assert_array_equal(together[:first], out)
 
@@ -131,7 +136,7 @@ def test_a_row_does_not_depend_on_its_neighbours(decodes: list[int], chunks: lis
 def test_keys_before_the_window_are_not_read() -> None:
     """They are not numbers, which even a weight of 0 would spread."""
     q, k, v, pages, batch = ragged([600], [(600, 40)], num_padding=0, block_size=32)
-    unseen = jnp.concatenate([batch.decode_tables, batch.prefill_tables])[:, :16].ravel()
+    unseen = batch.tables[:, :16].ravel()
     arguments = q, k, v, pages.at[unseen].set(jnp.nan), batch
     out, _ = run(gpu.paged_attention, arguments, options=Options(Mask(window=64), 0.25, None))
     assert np.isfinite(np.asarray(out)).all()
@@ -145,8 +150,31 @@ def test_what_the_kernels_are_for() -> None:
 
 
 def test_row_blocks() -> None:
-    sequences = jnp.array([0] * 9 + [1] * 4 + [2] + [0] * 2)
-    assert gpu.row_blocks(sequences, 3, 4).tolist() == [0, 4, 8, 9, 13, 14, 16, 16, 16]
+    chunks = jnp.array([-2, -1] + [0] * 9 + [1] * 4 + [2] + [5] * 2)
+    assert gpu.row_blocks(chunks, 4, 8).tolist() == [2, 6, 10, 11, 15, 16, 18, 18, 18]
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_work_items(is_exact: bool) -> None:
+    """Every key of every block is some item's, none twice, and splits are about as long."""
+    tiling = gpu_kernel.Tiling(16, 32, 1, num_blocks=6, num_spare=18, min_split=64, warps=1, stages=1)
+    tiling = replace(tiling, is_exact=is_exact)
+    starts, ends = jnp.arange(6), jnp.array([1, 2, 2, 4, 5, 6])  # the third is empty
+    first, stop = jnp.array([0, 40, 0, 7, 0, 0]), jnp.array([1, 900, 70, 63, 3000, 70])
+    items = jax.tree.map(np.asarray, gpu.work_items(starts, ends, first, stop, tiling))
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for i in np.flatnonzero(items.start < items.end):
+        seen.setdefault(int(items.start[i]), []).append((int(items.begin[i]), int(items.stop[i])))
+        assert items.stop_all[i] == stop[items.start[i]]
+    assert seen.keys() == {0, 1, 3, 4, 5}
+    for block, stretches in seen.items():
+        *_, last = sorted(stretches)
+        edges = sorted(stretches)
+        assert edges[0][0] == first[block] // 32 * 32
+        assert last[1] == stop[block]
+        assert all(a[1] == b[0] for a, b in pairwise(edges))
+        assert is_exact or max(b - a for a, b in edges) <= 256
+    assert sorted(items.part[items.start < items.end]) == list(range(sum(map(len, seen.values()))))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

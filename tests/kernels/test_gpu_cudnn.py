@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from hex_llm.kernels import gpu, gpu_cudnn, gpu_kernel, reference
-from hex_llm.kernels.attention import Batch, Mask, Options
-from hex_llm.kernels.gpu_kernel import Cache, Tiling
+from hex_llm.kernels.attention import Mask, Options
+from hex_llm.kernels.gpu_kernel import Tiling
 from tests.kernels.lowering import lowered_for_gpus
 from tests.kernels.test_gpu import check, ragged, run
 
@@ -84,17 +83,19 @@ def test_beside_the_reference(
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window", [None, 90])
-def test_exactly(begun: list[int | None], splits: int, window: int | None) -> None:
+def test_exactly(
+    begun: list[int | None], splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32, where nothing hides behind rounding, with keys in one split and in several."""
-    q, k, v, pages, batch = ragged([], RAGGED, kv_heads=2, group=3, num_padding=0)
-    options, tiling = Options(Mask(window), 0.25, None), Tiling(32, 16, splits, 32, warps=4, stages=2)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, batch: Batch) -> jax.Array:
-        pages, semaphores = gpu.write_kv(k, v, pages, batch.kv_slots)
-        rows, cache = (batch.positions, batch.sequences), Cache(pages, batch.prefill_tables, semaphores)
-        return gpu.continued_prefill(q, k, v, *rows, cache, options, tiling)
-
-    out = run(attend, (q, k, v, pages, batch))
+    q, k, v, pages, batch = ragged([300, 7], RAGGED, kv_heads=2, group=3, num_padding=0)
+    num_blocks = len(q) // 10 + batch.max_chunks + 1
+    spare = (splits - 1) * num_blocks
+    tiling = Tiling(32, 16, 10, num_blocks, spare, min_split=32, warps=4, stages=2)
+    monkeypatch.setattr(gpu, "cudnn_begins", lambda *_: True)
+    monkeypatch.setattr(gpu, "prefill_tiling", lambda *_: tiling)
+    options = Options(Mask(window), 0.25, None)
+    out, _ = run(gpu.paged_attention, (q, k, v, pages, batch), options=options)
+    assert begun == [window]
     with jax.default_matmul_precision("highest"):
         plain = partial(reference.paged_attention, options=options)
         expected, _ = run(plain, (q, k, v, pages, batch))
@@ -105,8 +106,7 @@ def test_padding_becomes_zero_and_sequences_without_rows_do_no_harm(
     begun: list[int | None],
 ) -> None:
     q, k, v, pages, batch = ragged([], [(20, 30), (0, 5)], num_padding=82, dtype=jnp.bfloat16)
-    tables = jnp.pad(batch.prefill_tables, ((0, 3), (0, 0)))
-    batch = replace(batch, prefill_tables=tables)
+    assert batch.max_chunks == 5
     options = Options(Mask(), 0.25, None)
     out, _ = run(gpu.paged_attention, (q, k, v, pages, batch), options=options)
     expected, _ = run(reference.paged_attention, (q, k, v, pages, batch), options=options)
@@ -154,7 +154,9 @@ def test_lowers_for_gpus(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(gpu_cudnn, "can_attend", lambda *_: True)
     monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
     monkeypatch.setattr(gpu, "MIN_CUDNN_ROWS", 1)
-    arguments = ragged([9], [(64, 40)] * num_seqs, dtype=jnp.bfloat16, group=4, head_dim=64)
+    arguments = ragged(
+        [9], [(64, 40)] * num_seqs, dtype=jnp.bfloat16, group=4, head_dim=64, max_chunks=num_seqs
+    )
 
     def attend(*arguments: Any) -> Any:
         return gpu.paged_attention(*arguments, Options(Mask(window=300), 0.1, None))
@@ -163,4 +165,4 @@ def test_lowers_for_gpus(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert lowered.count("triton") >= 3  # the write, decodes, prefills
     assert "PADDING_CAUSAL" in lowered
     assert "\\22sliding_window_length\\22: 300" in lowered
-    assert f"\\22max_seg_per_batch\\22: {num_seqs}" in lowered
+    assert f"\\22max_seg_per_batch\\22: {num_seqs + 1}" in lowered, "decodes are one"

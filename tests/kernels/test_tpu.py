@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as bundled
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from hex_llm.execution.batch import StepShape, pack, unpack
+from hex_llm.execution.batch import StepShape, batch_of, pack, parts_of
 from hex_llm.kernels import reference, tpu
 from hex_llm.kernels.attention import Batch, Mask, Options
 from hex_llm.types import Chunk, StepPlan
@@ -32,22 +32,26 @@ def ragged(
     decodes: list[int],
     chunks: list[tuple[int, int]],
     *,
-    padding: StepShape,
+    padding: tuple[int, int] = (0, 0),
     block_size: int = 8,
     kv_heads: int = 2,
     group: int = 3,
     head_dim: int = 16,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Batch]:
-    """The arguments of paged_attention, of a step as the engine packs it; `padding` is added to its sizes."""
+    """The arguments of paged_attention, of a step as the engine packs it; `padding` are more
+    tokens and more rows."""
     rng = np.random.default_rng(len(decodes) + block_size)
     spans = [(p, 1) for p in decodes] + chunks
     width = max(-(-(cached + new) // block_size) for cached, new in spans)
     blocks = (rng.permutation(len(spans) * width) + 1).reshape(len(spans), width).tolist()
     rows = [Chunk(i + 1, *span, blocks[i], 0, True) for i, span in enumerate(spans)]
     plan = StepPlan(tuple(rows[: len(decodes)]), tuple(rows[len(decodes) :]))
-    sizes = (len(decodes), len(chunks), sum(new for _, new in chunks), width)
-    shape = StepShape(*(n + more for n, more in zip(sizes, padding, strict=True)))
-    batch = jax.tree.map(jnp.asarray, unpack(pack(plan, shape, block_size), shape).batch)
+    num_tokens, num_rows = sum(new for _, new in spans), len(spans)
+    shape = StepShape(num_tokens + padding[0], num_rows + padding[1], len(chunks) and len(chunks) + 1)
+    tables = np.zeros((shape.num_rows, width), np.int32)
+    tables[:num_rows] = blocks
+    packed = pack(plan, shape, block_size)
+    batch = jax.tree.map(jnp.asarray, batch_of(parts_of(packed, shape), tables, shape))
 
     def normal(*shape: int) -> jax.Array:
         return jnp.array(rng.standard_normal(shape, dtype=np.float32))
@@ -138,7 +142,7 @@ def as_held(pages: jax.Array) -> jax.Array:
     [(Mask(), 1.5), (Mask(window=20), None), (Mask(window=20, attention_chunk=32), None)],
 )
 def test_decodes_and_prefills(model: Model, mask: Mask, softcap: float | None) -> None:
-    check(model, ragged(DECODES, CHUNKS, padding=StepShape(2, 1, 11, 3)), mask, softcap)
+    check(model, ragged(DECODES, CHUNKS, padding=(13, 3)), mask, softcap)
 
 
 @pytest.mark.parametrize(
@@ -148,48 +152,49 @@ def test_heads_that_the_kernel_cannot_read_together(
     model: Model, kv_heads: int, head_dim: int, apart: int
 ) -> None:
     heads = {"kv_heads": kv_heads, "head_dim": head_dim, "group": 2}
-    check(model, ragged(DECODES[:2], CHUNKS[:2], padding=StepShape(1, 1, 3, 1), **heads), Mask(window=20))
+    check(model, ragged(DECODES[:2], CHUNKS[:2], padding=(4, 2), **heads), Mask(window=20))
     seen = {pages.shape[2] for (_, pages, *_), _ in model.calls}
     assert seen == {2 * kv_heads // apart}, "keys and values of as many heads"
 
 
 def test_only_decodes(model: Model) -> None:
-    check(model, ragged(DECODES, [], padding=StepShape(1, 0, 0, 0)), Mask(attention_chunk=16))
+    check(model, ragged(DECODES, [], padding=(1, 1)), Mask(attention_chunk=16))
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(attention_chunk=16)])
 def test_only_prefills_with_padding_that_claims_to_be_of_the_first(model: Model, mask: Mask) -> None:
-    check(model, ragged([], [(20, 30)], padding=StepShape(0, 2, 14, 0)), mask)
+    check(model, ragged([], [(20, 30)], padding=(14, 2)), mask)
 
 
 def test_prefill_without_padding(model: Model) -> None:
-    check(model, ragged([], [(0, 16), (16, 16)], padding=StepShape(0, 0, 0, 0)), Mask(attention_chunk=16))
+    check(model, ragged([], [(0, 16), (16, 16)]), Mask(attention_chunk=16))
 
 
 def test_nothing_but_padding(model: Model) -> None:
     """As at the start, when every program is run once."""
-    shape = StepShape(2, 2, 8, 2)
-    batch = unpack(jnp.zeros(shape.packed_size, jnp.int32), shape).batch
+    shape = StepShape(10, 4, 2)
+    parts = parts_of(jnp.zeros(shape.packed_size, jnp.int32), shape)
+    batch = batch_of(parts, jnp.zeros((4, 2), jnp.int32), shape)
     q, kv = jnp.ones((10, 1, 2, 16)), jnp.ones((10, 1, 16))
     check(model, (q, kv, kv, jnp.zeros((3, 8, 1, 2, 16)), batch), Mask(attention_chunk=8))
 
 
 def test_blocks_larger_than_the_kernels_pages(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu, "MOST_KEYS_OF_A_PAGE", 8)
-    check(model, ragged([90], [(60, 9)], padding=StepShape(0, 0, 0, 0), block_size=32), Mask(window=20))
+    check(model, ragged([90], [(60, 9)], block_size=32), Mask(window=20))
 
 
 def test_tables_too_large_for_one_call(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu, "TABLE_BYTES", 3 * 4 * tpu.LANES)
-    check(model, ragged(DECODES, [], padding=StepShape(0, 0, 0, 0)), Mask())
+    check(model, ragged(DECODES, []), Mask())
     assert [len(tables) for (_, _, _, tables, _, _), _ in model.calls] == [3, 1]
 
 
 @pytest.mark.parametrize("mask", [Mask(window=20), Mask(attention_chunk=32)])
 def test_blocks_that_nobody_sees_are_not_read(model: Model, mask: Mask) -> None:
     """They are not numbers, which even a weight of 0 would spread."""
-    q, k, v, pages, batch = ragged([90], [(70, 20)], padding=StepShape(0, 0, 0, 0))
-    unseen = jnp.concatenate([batch.decode_tables[0, :8], batch.prefill_tables[0, :6]])
+    q, k, v, pages, batch = ragged([90], [(70, 20)])
+    unseen = jnp.concatenate([batch.tables[0, :8], batch.tables[1, :6]])
     arguments = q, k, v, as_held(pages.at[unseen].set(jnp.nan)), batch
     out, _ = model.run(arguments, Options(mask, 0.25, None))
     assert np.isfinite(np.asarray(out)).all()
@@ -210,20 +215,21 @@ def test_the_kernel_lowers_for_tpus(
     kv_heads: int, group: int, head_dim: int, block_size: int, mask: Mask, softcap: float | None
 ) -> None:
     assert tpu.can_attend(kv_heads, head_dim, block_size, [mask], jnp.bfloat16)
-    shape = StepShape(16, 2, 64, max(16384 // block_size, 1))
+    shape = StepShape(80, 18, 2)
 
-    def step(q: Any, k: Any, v: Any, pages: Any, packed: Any) -> tuple[jax.Array, jax.Array]:
-        batch = unpack(packed, shape).batch
+    def step(q: Any, k: Any, v: Any, pages: Any, tables: Any, packed: Any) -> tuple[jax.Array, jax.Array]:
+        batch = batch_of(parts_of(packed, shape), tables, shape)
         return tpu.paged_attention(q, k, v, pages, batch, Options(mask, 0.1, softcap))
 
     described = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     kv = described((shape.num_tokens, kv_heads, head_dim))
     pages = described((64, block_size, kv_heads, 2, tpu.padded_head_dim(head_dim)))
     q = described((shape.num_tokens, kv_heads, group, head_dim))
-    packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32)
+    sizes = (shape.num_rows, max(16384 // block_size, 1)), (shape.packed_size,)
+    tables, packed = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
     with jax.sharding.use_abstract_mesh(CHIP):
         exported = jax.export.export(jax.jit(step, donate_argnums=3), platforms=["tpu"])(
-            q, kv, kv, pages, packed
+            q, kv, kv, pages, tables, packed
         )
     # Heads that lie apart call the same.
     assert exported.mlir_module().count("@tpu_custom_call") == 2, "one kernel for decodes, one for prefills"

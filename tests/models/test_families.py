@@ -73,7 +73,7 @@ def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.n
     def listening(key: Any) -> Any:
         def run(*arguments: Any) -> Any:
             found = program(key)(*arguments)
-            choices.append(np.asarray(found[0][0]))
+            choices.append(np.asarray(decoder.logits(runner.spec, runner.weights, found[0][:1])[0]))
             hidden.append(found[2])
             return found
 

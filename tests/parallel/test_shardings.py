@@ -9,6 +9,7 @@ import pytest
 
 from hex_llm import LLM
 from hex_llm.execution.batch import StepShape
+from hex_llm.execution.programs import Logits
 from hex_llm.models.spec import ModelSpec
 from tests.tiny import LLAMA4, MOE, Tiny
 
@@ -29,8 +30,9 @@ def test_two_sums_a_layer_and_no_weight_moves(tiny: Tiny, tmp_path: Path) -> Non
     config.save_pretrained(tmp_path)
     flags = {"max_model_len": 64, "num_blocks": 16, "skip_tokenizer_init": True}
     llm = LLM(model=tmp_path, load_format="dummy", tensor_parallel_size=4, **flags)
-    for shape in (StepShape(8, 0, 0, 2), StepShape(0, 1, 32, 2)):
-        program = llm.engine.stepper.runner.program(shape).as_text()
+    for shape in (StepShape(8, 8, 0), StepShape(64, 32, 8)):
+        runner = llm.engine.stepper.runner
+        program = runner.program(shape).as_text() + runner.program(Logits(8)).as_text()
         sums = len(re.findall(r" all-reduce(?:-start)?\(", program))
         # Attention and feed-forward of each layer, and the embedding where the vocabulary is split.
         embedding = llm.engine.spec.vocab_size % 4 == 0

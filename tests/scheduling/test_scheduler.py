@@ -13,7 +13,8 @@ from hex_llm.config import EngineConfig
 from hex_llm.errors import QueueFull
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.scheduling.blocks import BlockPool, next_key, root_key
-from hex_llm.scheduling.scheduler import MAX_PREEMPTIONS, Scheduler, StepLimits
+from hex_llm.scheduling.limits import StepLimits, StepTimes, prefix_unit
+from hex_llm.scheduling.scheduler import MAX_PREEMPTIONS, Scheduler
 from hex_llm.scheduling.sequence import Sequence, State
 from hex_llm.types import FinishReason, StepPlan
 
@@ -66,6 +67,7 @@ class Traffic(RuleBasedStateMachine):
         depth=st.integers(0, 2),
         recompute_len=st.sampled_from([None, 12]),
         cache_len=st.sampled_from([None, 12]),
+        timed=st.booleans(),
     )
     def start(
         self,
@@ -79,11 +81,14 @@ class Traffic(RuleBasedStateMachine):
         depth: int,
         recompute_len: int | None,
         cache_len: int | None,
+        timed: bool,
     ) -> None:
         self.depth, self.recompute_len, self.cache_len = depth, recompute_len, recompute_len or cache_len
         prefix_unit = None if unit is None else unit * block_size
-        self.limits = StepLimits(prefills, decodes, tokens, chunked, prefix_unit, max_sequences=12)
+        self.limits = StepLimits(prefills, decodes, tokens, chunked, prefix_unit, 12, target_s=0.02)
         self.scheduler = Scheduler(BlockPool(num_blocks, block_size), self.limits)
+        if timed:
+            self.scheduler.times = StepTimes({1: 0.01, 4: 0.01, 16: 0.04})
         self.most = (num_blocks - 1) * block_size
         self.in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self.alive: list[Sequence] = []
@@ -479,10 +484,12 @@ def test_the_longest_unused_prefix_is_given_up_first() -> None:
 
 def test_limits_from_flags() -> None:
     flags = EngineConfig(enable_prefix_cache_hbm=True, prefill_len_padding=100, block_size=8)
-    assert StepLimits.of(flags, 1000).prefix_unit == 200
+    assert prefix_unit(flags) == 200
     per_block = EngineConfig(enable_prefix_cache_hbm=True, prefix_cache_unit="block")
-    assert StepLimits.of(per_block, 1000).prefix_unit == 32
-    assert StepLimits.of(EngineConfig(), 1000).prefix_unit is None
+    assert prefix_unit(per_block) == 32
+    assert prefix_unit(EngineConfig()) == 32, "what is not given is chosen for speed"
+    assert prefix_unit(EngineConfig(enable_prefix_cache_hbm=True)) == 512, "what is given is as documented"
+    assert prefix_unit(EngineConfig(enable_prefix_cache_hbm=False)) is None
 
 
 def test_who_was_preempted_often_keeps_what_it_gets() -> None:

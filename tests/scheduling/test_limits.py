@@ -1,0 +1,118 @@
+"""What steps may hold, how long they take, and what follows from both for who runs when."""
+
+from __future__ import annotations
+
+import pytest
+
+from hex_llm.config import EngineConfig
+from hex_llm.errors import ConfigError
+from hex_llm.scheduling.blocks import BlockPool
+from hex_llm.scheduling.limits import StepLimits, StepTimes
+from hex_llm.scheduling.scheduler import MAX_PASSED_S, Scheduler
+from hex_llm.types import Chunk, StepPlan
+from tests.scheduling.test_scheduler import limits, run, sequence
+
+TIMES = {1: 0.01, 100: 0.01, 1000: 0.1}  # seconds by tokens: 0.1 ms each once there are many
+
+
+def test_what_is_not_given_is_chosen_for_the_platform() -> None:
+    def of(platform: str, free_gib: int | None = None, **flags: object) -> StepLimits:
+        free = None if free_gib is None else free_gib << 30
+        return StepLimits.of(EngineConfig(**flags), 4096, platform, free)  # type: ignore[arg-type]
+
+    assert of("gpu", 100).max_decode_seqs == 1024
+    assert of("gpu", 10).max_decode_seqs == 256
+    assert of("gpu", 100, max_num_batched_tokens=512).max_decode_seqs == 512
+    assert of("gpu", 100, max_decode_seqs=7).max_decode_seqs == 7
+    assert of("cpu").chunked
+    assert not of("cpu", enable_chunked_prefill=False).chunked
+    assert of("cpu", enable_chunked_prefill=False, max_prefill_seqs=2).max_tokens == 2 * 4096
+    assert of("tpu", target_step_ms=7).target_s == 0.007
+    assert of("cpu", max_decode_seqs=2000).max_tokens > 2000, "decodes leave room for prompts"
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=8: must be at least"):
+        of("cpu", max_num_batched_tokens=8, max_decode_seqs=9)
+
+
+def test_step_times() -> None:
+    times = StepTimes(TIMES)
+    assert times.tokens_within(0.009) == 0
+    assert times.tokens_within(0.01) == 100
+    assert times.tokens_within(0.055) == 550
+    assert times.tokens_within(0.2) == 2000
+    assert times.weight(5000) == 1
+
+
+def test_what_keys_cost_is_learned() -> None:
+    times = StepTimes(TIMES)
+    decodes = StepPlan((Chunk(1, 1999, 1, (), 0, True),) * 100)
+    for _ in range(100):
+        times.observe(decodes, 0.01 + 200_000 * 1e-7)
+    assert times.tokens_within(0.055, 200_000) == pytest.approx(350, abs=5)
+    chunk = StepPlan(decodes.decodes, (Chunk(2, 10_000, 100, (), 0, True),))
+    for _ in range(100):
+        times.observe(chunk, 0.02 + 200_000 * 1e-7 + 1_005_000 * 1e-8)
+    assert times.weight(10_000) == pytest.approx(2, abs=0.05), "a token there takes twice as long"
+
+
+def timed(**changes: object) -> tuple[Scheduler, list[float]]:
+    """A scheduler and its clock."""
+    now = [0.0]
+    scheduler = Scheduler(BlockPool(1000, 8), limits(chunked=True, **changes), clock=lambda: now[0])
+    scheduler.times = StepTimes(TIMES)
+    return scheduler, now
+
+
+def test_steps_keep_within_their_time_while_someone_decodes() -> None:
+    scheduler, _ = timed(target_s=0.05, max_tokens=900)
+    scheduler.add(sequence("decodes", 4, 40))
+    scheduler.add(sequence("long", 3000, 4))
+    plans = run(scheduler, depth=1)
+    sizes = [sum(chunk.num_tokens for chunk in plan.chunks) for plan in plans]
+    assert sizes[0] == 900, "nobody decodes yet"
+    assert max(sizes[1:]) == 500
+
+
+def test_what_does_not_fill_a_step_is_left_to_the_next_if_it_ends_sooner_there() -> None:
+    """A step of 540 tokens would be padded to 1000, which takes longer than 500 and then 40."""
+    scheduler, _ = timed(step_sizes=(1, 8, 64, 500, 1000))
+    scheduler.add(sequence("a", 540, 1))
+    assert [plan.prefills[0].num_tokens for plan in run(scheduler)] == [500, 40]
+    scheduler.add(sequence("b", 990, 1))
+    assert [plan.prefills[0].num_tokens for plan in run(scheduler)] == [990]
+    scheduler.times = None
+    scheduler.add(sequence("c", 540, 1))
+    assert [plan.prefills[0].num_tokens for plan in run(scheduler)] == [540]
+
+
+def test_short_prompts_pass_a_long_one() -> None:
+    scheduler, now = timed(target_s=0.05, max_prefill_seqs=3, max_tokens=500)
+    scheduler.add(long := sequence("long", 3000, 4))
+    run_steps(scheduler, 2)
+    now[0] = 0.1
+    scheduler.add(sequence("short", 20, 4))
+    scheduler.add(sequence("another", 30, 4))
+    plan, rows = scheduler.schedule()
+    assert [s.request_id for s in rows] == ["short", "another", "long"]
+    assert [chunk.num_tokens for chunk in plan.prefills] == [20, 30, 450], "and it gets the rest"
+    scheduler.collect(plan, rows, [[1]] * 3)
+    run(scheduler)
+    assert long.finish_reason is not None
+
+
+def test_no_prompt_is_passed_for_ever() -> None:
+    scheduler, now = timed(max_prefill_seqs=1, max_tokens=1000)
+    scheduler.add(long := sequence("long", 1000, 1))
+    for i in range(200):
+        now[0] = i * 0.05
+        scheduler.add(sequence(str(i), 10, 1))
+        scheduler.add(sequence(f"{i} again", 10, 1))
+        run_steps(scheduler, 1)
+        if long.finish_reason is not None:
+            break
+    assert 0.05 < now[0] < MAX_PASSED_S
+
+
+def run_steps(scheduler: Scheduler, num_steps: int) -> None:
+    for _ in range(num_steps):
+        plan, rows = scheduler.schedule()
+        scheduler.collect(plan, rows, [[1]] * len(rows))
