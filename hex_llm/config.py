@@ -270,7 +270,7 @@ class EngineConfig:
     target_step_ms: int | None = engine_flag(
         None,
         "The milliseconds that a step shall take at most while someone decodes: as many tokens of prompts "
-        "are taken in as that allows.",
+        "are taken in as that allows. It needs the warm-up, which measures steps, and chunked prefill.",
         unset="70, on CPUs 200",
     )
     async_scheduling: bool = engine_flag(True, "Prepare and send off the next step while one runs.")

@@ -14,9 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import tokenizers
@@ -29,12 +27,12 @@ from tools.gpu_common import (
     Workload,
     flags_for,
     run_part,
+    started,
     tell_rate,
     write_model,
 )
 
 READY = re.compile(r"ready on (\S+)")
-STOP_S = 30
 LOG = "log"  # of the server, in its model's folder
 
 
@@ -74,30 +72,13 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-@contextmanager
-def server(folder: Path, cache: Path, tiny: bool, more: list[str]) -> Iterator[str]:
-    """Its address, once it is ready; it is stopped at the end, and its log shown if it cannot start."""
+def server(folder: Path, cache: Path, tiny: bool, more: list[str]) -> AbstractContextManager[re.Match[str]]:
+    """A match with its address, once it is ready."""
     flags = [f"--{name}={value}" for name, value in flags_for(tiny).items()]
     fixed = ["--load_format=dummy", "--host=127.0.0.1", "--port=0", f"--download_dir={cache}"]
     command = [sys.executable, "-m", "hex_llm.cli", "serve", str(folder), *fixed, *flags, *more]
-    print(f"$ {' '.join(command)}", flush=True)
-    log, began = folder / LOG, time.perf_counter()
-    with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
-    try:
-        while not (found := READY.search(log.read_text())):
-            time.sleep(0.1)
-            if process.poll() is not None:
-                raise SystemExit(f"the server failed:\n{log.read_text()[-3000:]}")
-        print(f"the server is ready after {time.perf_counter() - began:.1f} s", flush=True)
-        yield found[1]
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    log = folder / LOG
+    return started(command, log, lambda: READY.search(log.read_text()))
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
@@ -112,8 +93,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     if not options.no_tokenizer:
         write_tokenizer(model)
     workloads = {name: {**WORKLOADS, "first": FIRST}[name].scaled(options.tiny) for name in ["first", *names]}
-    with server(model, cache, options.tiny, [*more, *options.serve]) as address:
-        served = {name: drive(address, name, workload, folder) for name, workload in workloads.items()}
+    with server(model, cache, options.tiny, [*more, *options.serve]) as ready:
+        served = {name: drive(ready[1], name, workload, folder) for name, workload in workloads.items()}
     if not all(served.values()):
         print(f"the server's log:\n{(model / LOG).read_text()[-3000:]}")
     print("| workload (tokens in / out) | HTTP, output tok/s | offline | ratio | first token, median |")

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from tools.http_load import Stream, allow_files, idle_connections, loaded_server, make_streams, read_all
+from hex_llm.bench.client import allow_files
+from tools.http_load import Stream, idle_connections, loaded_server, make_streams, read_all
 
 
 def delays(streams: list[Stream], journal: Path) -> list[float]:

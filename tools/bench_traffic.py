@@ -14,17 +14,15 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 from tools.bench_gpu_http import write_tokenizer
-from tools.gpu_common import ROOT, write_model
+from tools.gpu_common import ROOT, started, write_model
 
-START_S, STOP_S = 400, 30
+LOG = "log"  # of the server, in its model's folder
 PERCENTILES = ("p50", "p90", "p99")
 
 
@@ -54,37 +52,18 @@ def command(options: argparse.Namespace, model: Path) -> list[str]:
     return [sys.executable, *server, *fixed, *options.serve]
 
 
-@contextmanager
-def server(options: argparse.Namespace, model: Path) -> Iterator[str]:
+def server(options: argparse.Namespace, model: Path) -> AbstractContextManager[str]:
     """Its address, once it answers."""
-    log, began, url = model / "log", time.perf_counter(), f"http://127.0.0.1:{options.port}"
+    url = f"http://127.0.0.1:{options.port}"
     path = options.path or os.environ.get("PYTHONPATH", "")
-    environ = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environ = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it is not there
-    line = command(options, model)
-    print(f"$ {' '.join(line)}", flush=True)
-    with log.open("w") as file:
-        process = subprocess.Popen(line, cwd=ROOT, stdout=file, stderr=file, env=environ)
-    try:
-        while not is_ready(f"{url}/health"):
-            if process.poll() is not None or time.perf_counter() - began > START_S:
-                raise SystemExit(log.read_text()[-6000:])
-            time.sleep(0.2)
-        print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        if options.log:
-            print(log.read_text()[-options.log :], flush=True)
+    return started(command(options, model), model / LOG, lambda: is_ready(url) and url, environ)
 
 
 def is_ready(url: str) -> bool:
     try:
-        return bool(urllib.request.urlopen(url, timeout=5).status == 200)
+        return bool(urllib.request.urlopen(f"{url}/health", timeout=5).status == 200)
     except OSError:
         return False
 
@@ -138,6 +117,8 @@ def main() -> None:
         with server(options, model) as url:
             for name in options.loads or LOADS:
                 run(url, name, LOADS[name], options)
+        if options.log:
+            print((model / LOG).read_text()[-options.log :])
 
 
 if __name__ == "__main__":

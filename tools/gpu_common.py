@@ -11,11 +11,13 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
+START_S, STOP_S = 400, 30  # of a server, at most
 RESULTS = "BENCH_GPU_RESULTS"  # the environment variable that names a file for them
 
 LLAMA_8B = {
@@ -137,3 +139,30 @@ def run_part(command: Sequence[str], environ: Mapping[str, str] | None = None) -
     if "answered_at" in known:
         known["start_s"] = known.pop("answered_at") - began
     return known
+
+
+@contextmanager
+def started(
+    command: Sequence[str], log: Path, ready: Callable[[], Any], environ: Mapping[str, str] | None = None
+) -> Iterator[Any]:
+    """A server in a process of its own, stopped at the end: what `ready` gives, once that is something. It
+    writes to `log`, which is shown if it cannot start."""
+    print(f"$ {' '.join(command)}", flush=True)
+    began = time.perf_counter()
+    with log.open("w") as file:
+        told = {**os.environ, **(environ or {})}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=told)
+    try:
+        while not (found := ready()):
+            time.sleep(0.1)
+            if process.poll() is not None or time.perf_counter() - began > START_S:
+                raise SystemExit(f"the server failed:\n{log.read_text()[-6000:]}")
+        print(f"the server is ready after {time.perf_counter() - began:.1f} s", flush=True)
+        yield found
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import selectors
 import socket
 import subprocess
@@ -97,15 +96,6 @@ def loaded_server(
     finally:
         process.kill()
         process.wait()
-
-
-def allow_files(wanted: int) -> int:
-    """Raises the limit of open files, here and for children, as far as allowed; what it is then."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    able = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < able:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (able, hard))
-    return able
 
 
 @dataclass

@@ -91,7 +91,7 @@ class Sizes(NamedTuple):
 
 
 def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Program]:
-    """The step that decodes, the one that prefills two prompts, and the choice of tokens."""
+    """The step that decodes, the one that prefills two prompts, the logits and the choice of tokens."""
     spec, mesh, layout = setting.spec, setting.mesh, setting.layout
     num_blocks = -(-sizes.tokens // sizes.block_size) + 1
     shape = (num_blocks, sizes.block_size, spec.num_kv_heads, 2, tpu.padded_head_dim(spec.head_dim))
@@ -276,9 +276,9 @@ class Job:
 
 
 def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) -> dict[str, float]:
-    """The least time of a chip: a decode reads its weights and its sequences' keys and values; a prefill
-    multiplies each token with the weights that it needs (of experts, those chosen)."""
-    read = local_bytes((weights.layers, weights.head if weights.head is not None else weights.embed))
+    """The least time of a chip: a decode reads its weights and its sequences' keys and values, logits the
+    head; a prefill multiplies each token with the weights that it needs (of experts, those chosen)."""
+    read, head = local_bytes(weights.layers), weights.embed if weights.head is None else weights.head
     kept = local_bytes(pages) / (pages[0].shape[0] * sizes.block_size) * sizes.batch * sizes.context
     used = 0.0
     for layer, w in zip(spec.layers, weights.layers, strict=True):
@@ -289,6 +289,7 @@ def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) 
     return {
         "decode": (read + kept) / chip.bandwidth,
         "prefill": sizes.prefill * used / chip.flops,  # 2 operations and 2 bytes for each weight
+        "logits": local_bytes(head) / chip.bandwidth,
         "choice": 0.0,
     }
 
@@ -429,7 +430,7 @@ def run_apart(label: str, options: argparse.Namespace) -> Row:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
-    parser.add_argument("--programs", default="decode,prefill,choice,parts", help="which of these")
+    parser.add_argument("--programs", default="decode,prefill,logits,choice,parts", help="which of these")
     parser.add_argument("--layers", type=int, help="only so many of each model, for a quick try")
     parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once")
     parser.add_argument("--context", type=int, default=1536, help="tokens of each, for the floor")

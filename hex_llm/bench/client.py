@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hex_llm.errors import ConfigError, HexError, one_line
 
-MAX_FILES = READ_BYTES = 65_536
+READ_BYTES = 65_536
 TIMEOUT_S = 30  # of a question beside the load
 Feed = Callable[[bytes, float], None]
 
@@ -172,11 +172,14 @@ class Server:
             self._idle.pop().writer.close()
 
 
-def allow_connections() -> None:
-    """Raises the limit of open files, for an open loop may have thousands, as far as the system lets it."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource  # there is none on Windows
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        enough = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, most))
+def allow_files(wanted: int) -> int:
+    """Raises the limit of open files, here and for children, as far as allowed; what it is then."""
+    try:
+        import resource
+    except ImportError:  # on Windows there is none
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    able = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < able:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (able, hard))
+    return able

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from hex_llm.bench import results
 from hex_llm.bench.backends import DIALECTS, SAMPLING, PieceReader, Reply
-from hex_llm.bench.client import Refused, Server, allow_connections
+from hex_llm.bench.client import Refused, Server, allow_files
 from hex_llm.bench.datasets import NEED_TEXT, Sample, Source, make_samples
 from hex_llm.bench.tokenizers import SMALLEST_VOCABULARY, find_tokenizer
 from hex_llm.errors import HexError
@@ -28,6 +28,7 @@ except ImportError:  # on Windows there is none
     import asyncio as loops  # type: ignore[no-redef]
 
 RETRY_S = 1.0
+MAX_FILES = 65_536  # an open loop may have thousands of connections
 T = TypeVar("T")
 
 
@@ -101,7 +102,7 @@ class Load:
     def run(self, server: Server, samples: Sequence[Sample], rate: float) -> results.Result:
         """One run, as its file describes it; raises HexError if no request succeeds."""
         args, times = self.args, arrival_times(len(samples), rate, self.args)
-        allow_connections()
+        allow_files(MAX_FILES)
         with asyncio.Runner(loop_factory=loops.new_event_loop) as runner, closing(server):
             if args.ready_check_timeout_sec:
                 patiently(lambda: self._check_ready(runner, server, samples[0]), args.ready_check_timeout_sec)

@@ -57,7 +57,8 @@ class Engine:
         """Compiles every shape that a step can have, and finds out how long steps take."""
         runner = self.stepper.runner
         runner.warm_up(progress)
-        self.stepper.scheduler.times = StepTimes(runner.measure_steps())
+        if self.config.enable_jit:  # op by op they are slow, and not what the times are for
+            self.stepper.scheduler.times = StepTimes(runner.measure_steps())
 
     def add(self, request: Request) -> None:
         """Accepts a request; raises InvalidRequest or QueueFull, and nothing was accepted then."""
@@ -128,9 +129,8 @@ class Stepper:
         self._in_flight: deque[tuple[InFlight, list[Sequence]]] = deque()
         self._work, self._num_flops, self._num_padding = Work.of(spec), 0.0, 0
         self._step = Stats()  # what the present step has noted so far
-        self._busy_since: float | None = (
-            None  # since then the devices do the oldest step in flight, and it alone
-        )
+        # Since then the devices do the oldest step in flight, and it alone.
+        self._busy_since: float | None = None
 
     def step(self, book: RequestBook) -> bool:
         """Sends the next step off and reads the one before it; False: there was nothing to do."""

@@ -58,9 +58,9 @@ log = logging.getLogger(__name__)
 KEPT_S = 0.05  # what takes longer to compile is kept
 MEASURED_ON_CPU = 128  # tokens: longer steps take as much longer
 PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
-# Every stretch of a decode's kernels is a CUDA graph: of one row's step, 5 % of the time lay between kernels.
-# Elsewhere there are none: the more graphs exist, the longer each takes (docs/kernels.md).
-MAX_GRAPH_TOKENS = 512  # longer steps take so long that the host is ahead of them
+# Every stretch of a short step's kernels is a CUDA graph: of one row's step, 5 % of the time lay between
+# kernels. Elsewhere there are none: the more graphs exist, the longer each takes (docs/kernels.md).
+MAX_GRAPH_TOKENS = 512
 GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 NO_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1_000_000}
 # cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md).

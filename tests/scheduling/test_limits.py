@@ -7,7 +7,7 @@ import pytest
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
 from hex_llm.scheduling.blocks import BlockPool
-from hex_llm.scheduling.limits import StepLimits, StepTimes
+from hex_llm.scheduling.limits import StepLimits, StepTimes, prefix_unit
 from hex_llm.scheduling.scheduler import MAX_PASSED_S, Scheduler
 from hex_llm.types import Chunk, StepPlan
 from tests.scheduling.test_scheduler import limits, run, sequence
@@ -31,6 +31,16 @@ def test_what_is_not_given_is_chosen_for_the_platform() -> None:
     assert of("cpu", max_decode_seqs=2000).max_tokens > 2000, "decodes leave room for prompts"
     with pytest.raises(ConfigError, match="max_num_batched_tokens=8: must be at least"):
         of("cpu", max_num_batched_tokens=8, max_decode_seqs=9)
+
+
+def test_what_prefix_cache_hits_are_counted_in() -> None:
+    flags = EngineConfig(enable_prefix_cache_hbm=True, prefill_len_padding=100, block_size=8)
+    assert prefix_unit(flags) == 200
+    per_block = EngineConfig(enable_prefix_cache_hbm=True, prefix_cache_unit="block")
+    assert prefix_unit(per_block) == 32
+    assert prefix_unit(EngineConfig()) == 32, "what is not given is chosen for speed"
+    assert prefix_unit(EngineConfig(enable_prefix_cache_hbm=True)) == 512, "what is given is as documented"
+    assert prefix_unit(EngineConfig(enable_prefix_cache_hbm=False)) is None
 
 
 def test_step_times() -> None:

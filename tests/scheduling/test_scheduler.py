@@ -9,11 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hex_llm.config import EngineConfig
 from hex_llm.errors import QueueFull
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.scheduling.blocks import BlockPool, next_key, root_key
-from hex_llm.scheduling.limits import StepLimits, StepTimes, prefix_unit
+from hex_llm.scheduling.limits import StepLimits, StepTimes
 from hex_llm.scheduling.scheduler import MAX_PREEMPTIONS, Scheduler
 from hex_llm.scheduling.sequence import Sequence, State
 from hex_llm.types import FinishReason, StepPlan
@@ -480,16 +479,6 @@ def test_the_longest_unused_prefix_is_given_up_first() -> None:
     assert [cached(1), cached(2), cached(1)] == [0, 0, 12]
     assert cached(3) == 0  # takes the place of 2
     assert [cached(1), cached(3)] == [12, 12]
-
-
-def test_limits_from_flags() -> None:
-    flags = EngineConfig(enable_prefix_cache_hbm=True, prefill_len_padding=100, block_size=8)
-    assert prefix_unit(flags) == 200
-    per_block = EngineConfig(enable_prefix_cache_hbm=True, prefix_cache_unit="block")
-    assert prefix_unit(per_block) == 32
-    assert prefix_unit(EngineConfig()) == 32, "what is not given is chosen for speed"
-    assert prefix_unit(EngineConfig(enable_prefix_cache_hbm=True)) == 512, "what is given is as documented"
-    assert prefix_unit(EngineConfig(enable_prefix_cache_hbm=False)) is None
 
 
 def test_who_was_preempted_often_keeps_what_it_gets() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.http_load import allow_files, idle_connections, loaded_server, make_streams, read_all
+from hex_llm.bench.client import allow_files
+from tools.http_load import idle_connections, loaded_server, make_streams, read_all
 
 TOKENS_PER_S = 20_000
 SPARE_FILES = 200  # of a process, for other things than connections
