@@ -26,7 +26,7 @@ from hex_llm.scheduling.sequence import Sequence
 from hex_llm.text.grammar import GrammarFactory
 from hex_llm.types import Request, StepPlan, Update
 
-WAITED_SHARE = 0.2  # of the time that a step takes; if it is waited for less, the host may have come too late
+MIN_WAITED_S = 2e-4  # for a step; if it is waited for less, the host may have come too late
 
 
 class Engine:
@@ -154,7 +154,7 @@ class Stepper:
         step, sequences = self._in_flight.popleft()
         with self._timed("wait_s"):
             chosen = self.runner.read(step)
-        self._note_time(step.plan)
+        self._note_time(step)
         with self.runner.recorder.phase("tell"):
             self._keep_prompt_logprobs(book, step, sequences)
             for row, token_ids in self.scheduler.collect(step.plan, sequences, chosen.token_ids):
@@ -181,15 +181,13 @@ class Stepper:
             num_flops=self._num_flops / self.config.tensor_parallel_size,
         )
 
-    def _note_time(self, plan: StepPlan) -> None:
-        """A step was read just now. How long it took is known if it was ready to begin when the one before it
-        ended, and if the host was there before its end."""
-        now, times = time.perf_counter(), self.scheduler.times
-        if times is not None and self._busy_since is not None:
-            seconds = now - self._busy_since
-            if self._step.wait_s > WAITED_SHARE * seconds:
-                times.observe(plan, seconds)
-        self._busy_since = now if self._in_flight else None
+    def _note_time(self, step: InFlight) -> None:
+        """A step was read just now. How long it took is known if the host was there when it ended and when
+        the one before it did, and if it was ready to begin then."""
+        now, times, waited = time.perf_counter(), self.scheduler.times, self._step.wait_s > MIN_WAITED_S
+        if times is not None and self._busy_since is not None and waited:
+            times.observe(step.plan, step.shape.num_tokens, now - self._busy_since)
+        self._busy_since = now if self._in_flight and waited else None
 
     def _send_off(self, book: RequestBook, plan: StepPlan, sequences: list[Sequence]) -> None:
         """Who fails on the way is taken out of the step: it would compute from what its slot held before."""

@@ -116,8 +116,8 @@ class Paddings:
 
 
 def num_choices(num_rows: int) -> int:
-    """Rows that tokens are chosen for: the next power of two, so that few programs do it."""
-    return 1 << (num_rows - 1).bit_length()
+    """Rows that tokens are chosen for: 1, 8, 16, 32 and so on, so that few programs do it."""
+    return 1 if num_rows == 1 else max(1 << (num_rows - 1).bit_length(), 8)
 
 
 def padded(n: int, multiple: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +119,8 @@ class Runner:
             spec, mesh, self.layout, paddings.max_choices, attend, fused_moe
         )
         self.compiled: dict[Key, Program] = {}
+        # Python's lock lets one at a time do it anyway: so the first are soon compiling.
+        self._lowering = threading.Lock()
         self._executables = None if kept_in is None else self._executable_cache(kept_in)
         self.recorder = Recorder(config.profile)
 
@@ -216,7 +219,7 @@ class Runner:
             kinds = [*chosen, AddLogprobs, Adjust]
         choices = [kind(n) for kind in kinds for n in reversed(rows)]
         writes = [Write("all", n) for n in sizes] + [Write("allowed", n) for n in sizes]
-        return [*choices, *reversed(shapes), *logits, PromptLogprobs(PROMPT_ROWS), *writes]
+        return [*reversed(shapes), *choices, *logits, PromptLogprobs(PROMPT_ROWS), *writes]
 
     def temporary_bytes(self) -> int:
         """What the largest program that was compiled needs besides weights, pages and slots."""
@@ -250,7 +253,9 @@ class Runner:
             return kept
         with jax.default_matmul_precision(self._precision):
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings)
-            compiled = jitted.lower(*arguments).compile(compiler_options=self._options(key))
+            with self._lowering:
+                lowered = jitted.lower(*arguments)
+            compiled = lowered.compile(compiler_options=self._options(key))
         if self._executables is not None:
             self._executables.save(repr(key), compiled)
         return compiled

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from hex_llm.config import HEX_LLM_PREFILL_PADDING, MAX_INT, EngineConfig
 from hex_llm.types import StepPlan
 
@@ -18,8 +20,8 @@ LARGE_MEMORY = 40 << 30  # of a device, free after the weights: for so many sequ
 Grid = tuple[tuple[float, int], ...]  # up to which number there are how many sizes from it to its double
 UNIT = 8  # of sizes of steps
 COARSE: Grid = ((math.inf, 2),)  # for CPUs, which compile slowly
-# Padding is the dearest in middling steps; of large ones the rest fits into the next (Scheduler._cut).
-STEPS: Grid = ((256, 4), (1024, 8), (2048, 4), (math.inf, 2))
+# Padding is the dearest in middling steps; of large ones the rest fits into the next (Scheduler._fit).
+STEPS: Grid = ((256, 4), (1024, 8), (math.inf, 4))
 
 
 class Defaults(NamedTuple):
@@ -32,10 +34,10 @@ class Defaults(NamedTuple):
 
 DEFAULTS = {
     "cpu": Defaults(32, 8, max_tokens=256, target_step_ms=200, grid=COARSE),
-    "gpu": Defaults(256, 32, max_tokens=4096, target_step_ms=70),
+    "gpu": Defaults(256, 32, max_tokens=4096, target_step_ms=100),
     "tpu": Defaults(256, 8, max_tokens=4096, target_step_ms=70),
 }
-LARGE_GPU = Defaults(1024, 32, max_tokens=8192, target_step_ms=70)
+LARGE_GPU = Defaults(1024, 32, max_tokens=8192, target_step_ms=100)
 
 
 @dataclass(frozen=True)
@@ -102,22 +104,26 @@ def prefix_unit(config: EngineConfig) -> int | None:
 
 
 class StepTimes:
-    """How long steps take: by their tokens as was measured before the first, and by the keys that these see
-    as is learned from steps that were run. Decodes wait for keys to be read, chunks for products with them,
-    so each have a rate of their own."""
+    """How long steps take: by their tokens as was measured before the first; and what the keys that these see
+    add, as is learned from steps that were run. Decodes wait for keys to be read, chunks for products with
+    them, so each have a rate of their own, and there is a part that every step has."""
 
-    LEARNED = 0.1  # how much a step counts beside those before it
+    KEPT = 0.99  # of what was learned, from one step to the next
+    UNITS = np.array([1, 1e5, 1e6])  # of what is learned from: steps, keys of decodes, keys of chunks
+    DOUBT = 0.01 * np.eye(3)  # so that what was never seen costs nothing
 
     def __init__(self, measured: Mapping[int, float]) -> None:
         """Seconds by number of tokens."""
         self._sizes = sorted(measured)
         # A longer step is not shorter, whatever was measured.
         self._seconds = list(accumulate((measured[n] for n in self._sizes), max))
-        self._decode_key_s = self._chunk_key_s = 0.0
+        # The sums of a least-squares fit, and what it gives.
+        self._products, self._sums = np.zeros((3, 3)), np.zeros(3)
+        self._step_s = self._decode_key_s = self._chunk_key_s = 0.0
 
     def tokens_within(self, seconds: float, num_decode_keys: int = 0) -> int:
         """The most tokens of a step whose decodes see so many keys."""
-        seconds -= num_decode_keys * self._decode_key_s
+        seconds -= self._step_s + num_decode_keys * self._decode_key_s
         i = bisect_right(self._seconds, seconds)
         if i == 0:
             return 0
@@ -133,17 +139,16 @@ class StepTimes:
     def prefill_seconds(self, num_tokens: int) -> float:
         return num_tokens * self._token_s
 
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long."""
-        num_tokens = len(plan.decodes) + sum(chunk.num_tokens for chunk in plan.prefills)
+    def observe(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
+        """A step took so long, padded to so many tokens."""
         decode_keys = sum(chunk.end for chunk in plan.decodes)
-        more = seconds - self.seconds(num_tokens)
-        if plan.prefills:
-            keys = sum(chunk.num_tokens * (chunk.position + chunk.end) // 2 + 1 for chunk in plan.prefills)
-            rate = max(more - decode_keys * self._decode_key_s, 0) / keys
-            self._chunk_key_s += self.LEARNED * (rate - self._chunk_key_s)
-        else:
-            self._decode_key_s += self.LEARNED * (max(more, 0) / decode_keys - self._decode_key_s)
+        chunk_keys = sum(chunk.num_tokens * (chunk.position + chunk.end) // 2 for chunk in plan.prefills)
+        seen = np.array([1, decode_keys, chunk_keys]) / self.UNITS
+        self._products = self.KEPT * self._products + np.outer(seen, seen)
+        self._sums = self.KEPT * self._sums + seen * (seconds - self.seconds(num_tokens))
+        fitted = np.linalg.solve(self._products + self.DOUBT, self._sums) / self.UNITS
+        self._step_s, *rates = fitted.tolist()
+        self._decode_key_s, self._chunk_key_s = (max(rate, 0.0) for rate in rates)
 
     @property
     def _token_s(self) -> float:

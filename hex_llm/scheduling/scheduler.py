@@ -255,7 +255,7 @@ class Scheduler:
             budget -= self._take(first, budget, taken, weighed=num_decodes > 0)
         for one in passed:
             heapq.heappush(self._waiting, one)
-        self._cut(taken, num_decodes)
+        self._fit(taken, num_decodes)
         return [(sequence, sequence.take_in(num_tokens)) for sequence, num_tokens in taken]
 
     def _take(
@@ -270,22 +270,28 @@ class Scheduler:
                 weight = self.times.weight(sequence.num_computed + num_tokens // 2)
                 num_tokens = min(num_tokens, max(int(budget / weight), 1))
         taken.append((sequence, num_tokens))
-        for key in self._keys_within(sequence, sequence.num_computed + num_tokens):
-            self._filling.setdefault(key, sequence)
+        self._note_filling(sequence, num_tokens)
         return num_tokens * weight
 
-    def _cut(self, taken: list[tuple[Sequence, int]], num_decodes: int) -> None:
-        """Leaves so much of the last prompt to the next step that this one is not padded, if the prompt ends
-        sooner so."""
+    def _fit(self, taken: list[tuple[Sequence, int]], num_decodes: int) -> None:
+        """Takes more of the last prompt instead of padding; or, if all of it was taken, leaves so much to the
+        next step that this one is not padded, if the prompt ends sooner so."""
         sizes, total = self.limits.step_sizes, num_decodes + sum(num_tokens for _, num_tokens in taken)
         i = bisect_left(sizes, total)
         if self.times is None or not (self.limits.chunked and taken and 0 < i < len(sizes)):
             return
-        rest, (sequence, num_tokens) = total - sizes[i - 1], taken[-1]
+        sequence, num_tokens = taken[-1]
+        more, rest = min(sizes[i], self.limits.max_tokens) - total, total - sizes[i - 1]
+        if num_tokens < sequence.num_left:
+            taken[-1] = (sequence, min(num_tokens + more, sequence.num_left))
+            self._note_filling(*taken[-1])
+            return
         following = sizes[bisect_left(sizes, min(num_decodes + len(taken) - 1 + rest, sizes[-1]))]
         both_s = self.times.seconds(sizes[i - 1]) + self.times.seconds(following)
         if rest < num_tokens and both_s < self.times.seconds(sizes[i]):
             taken[-1] = (sequence, num_tokens - rest)
+            self._fills_no_more(sequence, self._keys_within(sequence, sequence.num_computed + num_tokens))
+            self._note_filling(*taken[-1])
 
     def _next_waiting(self) -> Sequence | None:
         while self._waiting and self._waiting[0][-1].finish_reason is not None:
@@ -346,6 +352,11 @@ class Scheduler:
         if num_full <= sequence.num_published:  # as after most steps: nothing is copied for it
             return []
         return sequence.keys(num_full, self.pool.block_size)[sequence.num_published :]
+
+    def _note_filling(self, sequence: Sequence, num_tokens: int) -> None:
+        """The next step takes so many of its tokens in."""
+        for key in self._keys_within(sequence, sequence.num_computed + num_tokens):
+            self._filling.setdefault(key, sequence)
 
     def _publish(self, sequence: Sequence) -> None:
         """Lets others find its blocks that are full and were filled by steps that have been read."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from hex_llm.config import EngineConfig
@@ -53,15 +55,17 @@ def test_step_times() -> None:
 
 
 def test_what_keys_cost_is_learned() -> None:
-    times = StepTimes(TIMES)
-    decodes = StepPlan((Chunk(1, 1999, 1, (), 0, True),) * 100)
-    for _ in range(100):
-        times.observe(decodes, 0.01 + 200_000 * 1e-7)
-    assert times.tokens_within(0.055, 200_000) == pytest.approx(350, abs=5)
-    chunk = StepPlan(decodes.decodes, (Chunk(2, 10_000, 100, (), 0, True),))
-    for _ in range(100):
-        times.observe(chunk, 0.02 + 200_000 * 1e-7 + 1_005_000 * 1e-8)
-    assert times.weight(10_000) == pytest.approx(2, abs=0.05), "a token there takes twice as long"
+    """Also from steps that have next to none, whose time is something else's."""
+    times, rng = StepTimes(TIMES), random.Random(0)
+    for i in range(300):
+        length, num_tokens, position = rng.randrange(2000), rng.choice([1, 10, 100]), rng.randrange(10_000)
+        chunk = Chunk(2, position, num_tokens, (), 0, True)
+        plan = StepPlan((Chunk(1, length, 1, (), 0, True),) * 100, (chunk,) * (i % 3))
+        decode_keys, chunk_keys = 100 * (length + 1), num_tokens * (position + chunk.end) // 2 * (i % 3)
+        seconds = 0.002 + decode_keys * 1e-7 + chunk_keys * 1e-8
+        times.observe(plan, 500, times.seconds(500) + seconds + rng.gauss(0, 1e-3))
+    assert times.tokens_within(0.057, 200_000) == pytest.approx(350, abs=10)
+    assert times.weight(10_000) == pytest.approx(2, abs=0.1), "a token there takes twice as long"
 
 
 def timed(**changes: object) -> tuple[Scheduler, list[float]]:
@@ -92,6 +96,20 @@ def test_what_does_not_fill_a_step_is_left_to_the_next_if_it_ends_sooner_there()
     scheduler.times = None
     scheduler.add(sequence("c", 540, 1))
     assert [plan.prefills[0].num_tokens for plan in run(scheduler)] == [540]
+
+
+def test_a_step_is_filled_rather_than_padded() -> None:
+    """Tokens that see many keys count more, so fewer fit into its time; but padding takes as long as they."""
+    scheduler, _ = timed(step_sizes=(1, 8, 64, 300, 400, 500, 1000), target_s=0.05, max_tokens=900)
+    assert scheduler.times is not None
+    for position in (0, 10_000) * 50:  # as long again for each 10,000 keys
+        chunk = Chunk(2, position, 100, (), 0, True)
+        scheduler.times.observe(StepPlan((), (chunk,)), 100, 0.01 + 100 * (position + 50) * 1e-8)
+    scheduler.add(sequence("decodes", 4, 40))
+    scheduler.add(sequence("long", 6000, 4))
+    sizes = [sum(chunk.num_tokens for chunk in plan.chunks) for plan in run(scheduler, depth=1)]
+    assert set(sizes[1 : sizes.index(300, 1)]) == {400}
+    assert sizes[sizes.index(300, 1) :][:9] == [300] * 9, "fewer, the more there are before them"
 
 
 def test_short_prompts_pass_a_long_one() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
+from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -84,8 +86,10 @@ class Traffic(RuleBasedStateMachine):
     ) -> None:
         self.depth, self.recompute_len, self.cache_len = depth, recompute_len, recompute_len or cache_len
         prefix_unit = None if unit is None else unit * block_size
-        self.limits = StepLimits(prefills, decodes, tokens, chunked, prefix_unit, 12, target_s=0.02)
-        self.scheduler = Scheduler(BlockPool(num_blocks, block_size), self.limits)
+        sizes = {"step_sizes": (1, 4, 9, 16, 40)}
+        self.limits = StepLimits(prefills, decodes, tokens, chunked, prefix_unit, 12, target_s=0.02, **sizes)
+        clock = partial(next, count())  # a real one would not do the same again
+        self.scheduler = Scheduler(BlockPool(num_blocks, block_size), self.limits, clock)
         if timed:
             self.scheduler.times = StepTimes({1: 0.01, 4: 0.01, 16: 0.04})
         self.most = (num_blocks - 1) * block_size
