@@ -276,9 +276,9 @@ class Job:
 
 
 def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) -> dict[str, float]:
-    """The least time of a chip: a decode reads its weights and its sequences' keys and values, logits the
-    head; a prefill multiplies each token with the weights that it needs (of experts, those chosen)."""
-    read, head = local_bytes(weights.layers), weights.embed if weights.head is None else weights.head
+    """The least time of a chip: a decode reads its weights, its sequences' keys and values, and the head, as
+    logits do; a prefill multiplies each token with the weights that it needs (of experts, those chosen)."""
+    read, head = local_bytes(weights.layers), local_bytes(weights.lm_head)
     kept = local_bytes(pages) / (pages[0].shape[0] * sizes.block_size) * sizes.batch * sizes.context
     used = 0.0
     for layer, w in zip(spec.layers, weights.layers, strict=True):
@@ -287,9 +287,9 @@ def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) 
         routed = local_bytes((w.ffn.gate_up, w.ffn.down))
         used += local_bytes(w) - (1 - chosen) * routed
     return {
-        "decode": (read + kept) / chip.bandwidth,
+        "decode": (read + kept + head) / chip.bandwidth,
         "prefill": sizes.prefill * used / chip.flops,  # 2 operations and 2 bytes for each weight
-        "logits": local_bytes(head) / chip.bandwidth,
+        "logits": head / chip.bandwidth,
         "choice": 0.0,
     }
 

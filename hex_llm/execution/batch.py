@@ -32,6 +32,12 @@ class StepShape(NamedTuple):
     max_chunks: int  # of prompts; 0: every token can attend by itself (kernels/attention.py: Batch)
 
     @property
+    def gives_logits(self) -> bool:
+        """Where all tokens may be decodes; otherwise few are the last of their rows, and another program
+        (programs.Logits) is for these."""
+        return self.max_chunks == 0 and self.num_tokens <= min(self.num_rows, MAX_ALONE)
+
+    @property
     def packed_size(self) -> int:
         return sum(map(math.prod, packed_shapes(self)))
 

@@ -2,7 +2,7 @@
 choice of tokens.
 
 They are programs of their own: a step exists for every number of tokens, logits for some numbers of rows, the
-choice for a few, and these do not depend on each other.
+choice for a few, and these do not depend on each other. Steps of decodes alone give the logits themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_bl
 from hex_llm.kernels.attention import Options, PagedAttention
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.models import decoder
+from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, TP
@@ -117,11 +118,12 @@ def described(
     match key:
         case StepShape():
             step = partial(forward, shape=key, context=context)
-            results = (whole, whole, whole, [NamedSharding(mesh, PAGES)] * len(pages), whole)
+            given = logits_lie if key.gives_logits else whole
+            results = (given, whole, whole, [NamedSharding(mesh, PAGES)] * len(pages), whole)
             return ProgramSpec(step, (weights, pages, slots, _ints(key.packed_size)), (1, 2), results)
         case Logits(num_rows):
             last = partial(row_logits, num_rows=num_rows, spec=spec)
-            return ProgramSpec(last, (weights, hidden(context.max_choices)), (), logits_lie)
+            return ProgramSpec(last, (weights.lm_head, hidden(context.max_choices)), (), logits_lie)
         case Choose(num_rows, variant):
             chosen = partial(choose_tokens, layout=layout, variant=variant)
             return ProgramSpec(chosen, (slots, logits(num_rows), rows), (0,), (whole, whole))
@@ -138,7 +140,7 @@ def described(
             return ProgramSpec(write, (slots, _ints(num_rows), values), (0,), whole)
         case PromptLogprobs(num_rows):
             logprobs = partial(prompt_logprobs, spec=spec)
-            return ProgramSpec(logprobs, (weights, hidden(num_rows), _ints(num_rows)), (), whole)
+            return ProgramSpec(logprobs, (weights.lm_head, hidden(num_rows), _ints(num_rows)), (), whole)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -155,9 +157,10 @@ def forward(
     context: ProgramContext,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Pages, jax.Array]:
     """What a step leaves: for the choice of tokens, of C = max_choices rows, `last` [C, D], the hidden state
-    of each row's last token, and `rows` [3, C]: its slot, the slot where the choice goes (padding's if it is
-    not wanted), the number of tokens before the choice; for who wants the log-probabilities of a prompt,
-    `hidden` [T, D] of all tokens; and the pages and slots.
+    of each row's last token, or, if the shape gives them, its logits (as row_logits); and `rows` [3, C]: its
+    slot, the slot where the choice goes (padding's if it is not wanted), the number of tokens before the
+    choice; for who wants the log-probabilities of a prompt, `hidden` [T, D] of all tokens; and the pages and
+    slots.
     """
     spec, _, layout, max_choices, attend, fused_moe = context
     parts, block_size = parts_of(packed, shape), pages[0].shape[1]
@@ -168,14 +171,18 @@ def forward(
     x = decoder.embed(spec, weights, remembered.token_at(batch.rows, batch.positions))
     hidden, pages = decoder.forward(spec, weights, x, parts.rope_lengths, pages, batch, attend, fused_moe)
     more = (0, max_choices - shape.num_rows)
-    last = jnp.pad(hidden[parts.last_tokens], (more, (0, 0)))
+    last = hidden[parts.last_tokens]
+    if shape.gives_logits:
+        last = row_logits(weights.lm_head, last, num_rows=shape.num_rows, spec=spec)
+    else:
+        last = jnp.pad(last, (more, (0, 0)))
     rows = jnp.pad(jnp.stack([parts.slots, parts.chosen_slots, last_places + 1]), ((0, 0), more))
     return last, rows, hidden, pages, slots
 
 
-def row_logits(weights: Weights, last: jax.Array, *, num_rows: int, spec: ModelSpec) -> jax.Array:
+def row_logits(lm_head: Matrix, last: jax.Array, *, num_rows: int, spec: ModelSpec) -> jax.Array:
     """float32 [R, V] of the first rows, filled up with zeros to a number that tokens are chosen for."""
-    logits = decoder.logits(spec, weights, last[:num_rows])
+    logits = decoder.logits(spec, lm_head, last[:num_rows])
     return jnp.pad(logits, ((0, num_choices(num_rows) - num_rows), (0, 0)))
 
 
@@ -206,10 +213,10 @@ def add_logprobs(logits: jax.Array, choices: jax.Array) -> jax.Array:
 
 
 def prompt_logprobs(
-    weights: Weights, hidden: jax.Array, following: jax.Array, *, spec: ModelSpec
+    lm_head: Matrix, hidden: jax.Array, following: jax.Array, *, spec: ModelSpec
 ) -> jax.Array:
     """hidden [N, D] of some tokens, following [N] the tokens after them -> these, packed (results.py)."""
-    return pack_tokens(Chosen(following, *logprobs_of(decoder.logits(spec, weights, hidden), following)))
+    return pack_tokens(Chosen(following, *logprobs_of(decoder.logits(spec, lm_head, hidden), following)))
 
 
 def write_rows(slots: jax.Array, which: jax.Array, values: jax.Array, *, first_column: int) -> jax.Array:

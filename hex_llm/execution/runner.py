@@ -134,8 +134,10 @@ class Runner:
         step = self.program(shape)
         with self.recorder.phase("pack"):
             packed = pack(plan, shape, self.config.block_size)
-        last, rows, hidden, self.pages, self.slots = step(self.weights, self.pages, self.slots, packed)
-        logits = self.program(Logits(self.paddings.num_rows(len(plan.chunks))))(self.weights, last)
+        logits, rows, hidden, self.pages, self.slots = step(self.weights, self.pages, self.slots, packed)
+        if not shape.gives_logits:
+            of_last = self.program(Logits(self.paddings.num_rows(len(plan.chunks))))
+            logits = of_last(self.weights.lm_head, logits)
         features = Features(reduce(or_, (self._features[chunk.slot] for chunk in plan.chunks)))
         choices = self._choose(logits, rows, features)
         choices.copy_to_host_async()
@@ -169,7 +171,7 @@ class Runner:
         program, pieces = self.program(PromptLogprobs(PROMPT_ROWS)), [np.zeros(0, TOKEN)]
         for i in range(0, len(following), PROMPT_ROWS):
             part = [_padded(x[i : i + PROMPT_ROWS], PROMPT_ROWS) for x in (hidden, following)]
-            rows = np.asarray(program(self.weights, *part)).view(TOKEN)[:, 0]
+            rows = np.asarray(program(self.weights.lm_head, *part)).view(TOKEN)[:, 0]
             pieces.append(rows[: len(following) - i])
         return np.concatenate(pieces)
 
@@ -211,7 +213,6 @@ class Runner:
         """The large ones first, so that no thread is left with one at the end."""
         shapes = self.paddings.all_shapes()
         sizes = sorted({_write_size(n, self._most) for n in range(1, self._most + 1)})
-        logits = [Logits(n) for n in reversed(self.paddings.all_num_rows)]
         rows = sorted({num_choices(n) for n in self.paddings.all_num_rows})
         kinds: list[Callable[[int], Key]] = [Choose]
         if not self.branches:
@@ -219,7 +220,19 @@ class Runner:
             kinds = [*chosen, AddLogprobs, Adjust]
         choices = [kind(n) for kind in kinds for n in reversed(rows)]
         writes = [Write("all", n) for n in sizes] + [Write("allowed", n) for n in sizes]
-        return [*reversed(shapes), *choices, *logits, PromptLogprobs(PROMPT_ROWS), *writes]
+        return [
+            *reversed(shapes),
+            *choices,
+            *reversed(self._logits_programs()),
+            PromptLogprobs(PROMPT_ROWS),
+            *writes,
+        ]
+
+    def _logits_programs(self) -> list[Logits]:
+        """For the largest step, if it does not give them."""
+        if self.paddings.all_shapes()[-1].gives_logits:
+            return []
+        return [Logits(num_rows) for num_rows in self.paddings.all_num_rows]
 
     def temporary_bytes(self) -> int:
         """What the largest program that was compiled needs besides weights, pages and slots."""
@@ -300,14 +313,19 @@ class Runner:
     def _run_all(self) -> None:
         """Loads every program onto the devices and proves that its memory is there; padding alone runs."""
         combinations = [Features(0)] if self.branches else [*VARIANTS, Features.ADJUSTED | Features.LOGPROBS]
-        for shape in self.paddings.all_shapes():
-            last, rows = self._run_padding(shape)
         chosen_for: set[int] = set()  # numbers of rows, which several fill up to
-        for num_rows in self.paddings.all_num_rows:
-            logits = self.program(Logits(num_rows))(self.weights, last)
+
+        def choose(logits: jax.Array) -> None:
             for features in () if len(logits) in chosen_for else combinations:
                 self._choose(logits, rows, features)
             chosen_for.add(len(logits))
+
+        for shape in self.paddings.all_shapes():
+            last, rows = self._run_padding(shape)
+            if shape.gives_logits:
+                choose(last)
+        for key in self._logits_programs():
+            choose(self.program(key)(self.weights.lm_head, last))
         jax.block_until_ready(self.slots)
 
     def _run_padding(self, shape: StepShape) -> tuple[jax.Array, jax.Array]:

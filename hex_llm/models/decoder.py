@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from hex_llm.kernels.attention import Batch, Options, PagedAttention
 from hex_llm.kernels.experts import Activation, RoutedExperts
-from hex_llm.models.linear import linear
+from hex_llm.models.linear import Matrix, linear
 from hex_llm.models.moe import moe
 from hex_llm.models.params import FeedForward, LayerWeights, Weights
 from hex_llm.models.rope import rope_table, rotate
@@ -59,10 +59,9 @@ def forward(
     return rms_norm(x, weights.norm, spec), new_pages
 
 
-def logits(spec: ModelSpec, weights: Weights, hidden: jax.Array) -> jax.Array:
+def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
     """hidden [R, D] -> float32 [R, V]."""
-    head = weights.embed if weights.head is None else weights.head
-    out = linear(hidden, head).astype(jnp.float32)
+    out = linear(hidden, lm_head).astype(jnp.float32)
     if spec.logit_softcap is not None:
         out = jnp.tanh(out / spec.logit_softcap) * spec.logit_softcap
     return out

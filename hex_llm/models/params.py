@@ -96,6 +96,11 @@ class Weights:
     norm: Leaf
     head: Matrix | None  # None: tied to embed
 
+    @property
+    def lm_head(self) -> Matrix:
+        """What gives the logits."""
+        return self.embed if self.head is None else self.head
+
 
 def abstract_weights(spec: ModelSpec) -> Weights:
     names, width = spec.names, spec.hidden_size

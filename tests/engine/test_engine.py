@@ -236,7 +236,7 @@ def test_an_answer_without_a_finite_score_ends_that_request_only(
     def poisoned(*args: Any, **options: Any) -> Any:
         last, rows, *rest = plain(*args, **options)
         bad = rows[2] == len(PROMPT) + 3  # whoever has so many tokens
-        return jnp.where(bad[:, None], jnp.nan, last), rows, *rest
+        return jnp.where(bad[: len(last), None], jnp.nan, last), rows, *rest
 
     monkeypatch.setattr(programs, "forward", poisoned)
     engine = make_engine(folder, **FLAGS)

@@ -69,11 +69,13 @@ def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.n
     """Serves one request and listens in: the logits of every token of its prompt, and of every choice."""
     runner, program = engine.stepper.runner, engine.stepper.runner.program
     choices, hidden = [], []
+    spec, lm_head = runner.spec, runner.weights.lm_head
 
     def listening(key: Any) -> Any:
         def run(*arguments: Any) -> Any:
             found = program(key)(*arguments)
-            choices.append(np.asarray(decoder.logits(runner.spec, runner.weights, found[0][:1])[0]))
+            logits = found[0] if key.gives_logits else decoder.logits(spec, lm_head, found[0][:1])
+            choices.append(np.asarray(logits[0]))
             hidden.append(found[2])
             return found
 
@@ -83,7 +85,7 @@ def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.n
     params = SamplingParams(temperature=0, max_tokens=NUM_COMPARED, ignore_eos=True)
     drive(engine, [Request("logits", prompt, params)])
     runner.program = program  # type: ignore[method-assign]
-    prompt_logits = decoder.logits(runner.spec, runner.weights, hidden[0][: len(prompt)])
+    prompt_logits = decoder.logits(spec, lm_head, hidden[0][: len(prompt)])
     return np.asarray(prompt_logits), np.stack(choices)
 
 
