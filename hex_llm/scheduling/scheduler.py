@@ -36,6 +36,7 @@ MAX_PASSED = 64  # of those that wait and cannot begin yet, so many are passed o
 PRIORITY_S = 10.0  # how much earlier a request counts as having come, for each doubling of its priority
 # A prompt counts as having come later by the time that it takes, so that short ones pass it, but by no more.
 MAX_PASSED_S = 5.0
+FIRST_TOKEN_WEIGHT = 32  # of a first token's delay, beside that of others
 MIN_PROMPT_TOKENS = 32  # that a step takes in, even if its decodes take all of the time
 
 
@@ -275,7 +276,7 @@ class Scheduler:
 
     def _fit(self, taken: list[tuple[Sequence, int]], num_decodes: int) -> None:
         """Takes more of the last prompt instead of padding; or, if all of it was taken, leaves so much to the
-        next step that this one is not padded, if the prompt ends sooner so."""
+        next step that this one is not padded, if that is better on the whole."""
         sizes, total = self.limits.step_sizes, num_decodes + sum(num_tokens for _, num_tokens in taken)
         i = bisect_left(sizes, total)
         if self.times is None or not (self.limits.chunked and taken and 0 < i < len(sizes)):
@@ -285,13 +286,22 @@ class Scheduler:
         if num_tokens < sequence.num_left:
             taken[-1] = (sequence, min(num_tokens + more, sequence.num_left))
             self._note_filling(*taken[-1])
-            return
-        following = sizes[bisect_left(sizes, min(num_decodes + len(taken) - 1 + rest, sizes[-1]))]
-        both_s = self.times.seconds(sizes[i - 1]) + self.times.seconds(following)
-        if rest < num_tokens and both_s < self.times.seconds(sizes[i]):
+        elif rest < num_tokens and self._is_better_cut(self.times, i, rest, num_decodes + len(taken) - 1):
             taken[-1] = (sequence, num_tokens - rest)
             self._fills_no_more(sequence, self._keys_within(sequence, sequence.num_computed + num_tokens))
             self._note_filling(*taken[-1])
+
+    def _is_better_cut(self, times: StepTimes, i: int, rest: int, others: int) -> bool:
+        """Whether a step of the i-th size is better cut to the size before, and the rest of its last prompt
+        added to the next: that prompt's first token comes later, and the tokens of the others sooner."""
+        sizes = self.limits.step_sizes
+
+        def padded_s(num_tokens: int) -> float:
+            return times.seconds(sizes[min(bisect_left(sizes, num_tokens), len(sizes) - 1)])
+
+        whole_s, both_s = times.seconds(sizes[i]), times.seconds(sizes[i - 1]) + padded_s(others + rest)
+        gained_s = whole_s + (padded_s(others) if others else 0) - both_s
+        return FIRST_TOKEN_WEIGHT * (both_s - whole_s) < others * gained_s
 
     def _next_waiting(self) -> Sequence | None:
         while self._waiting and self._waiting[0][-1].finish_reason is not None:

@@ -98,6 +98,19 @@ def test_what_does_not_fill_a_step_is_left_to_the_next_if_it_ends_sooner_there()
     assert [plan.prefills[0].num_tokens for plan in run(scheduler)] == [540]
 
 
+@pytest.mark.parametrize(("num_decodes", "first"), [(60, 440), (0, 445)])
+def test_one_prompt_ends_later_if_many_others_gain_by_it(num_decodes: int, first: int) -> None:
+    """Of 60 + 445 tokens 5 would make a step of 600 out of one of 500; of 445 alone nobody would gain."""
+    many = {"max_decode_seqs": 100, "max_prefill_seqs": 100}
+    scheduler, _ = timed(step_sizes=(1, 8, 64, 128, 440, 500, 600), target_s=1.0, **many)
+    for i in range(num_decodes):
+        scheduler.add(sequence(str(i), 1, 40))
+    run_steps(scheduler, 1)
+    scheduler.add(sequence("prompt", 445, 4))
+    plan, _ = scheduler.schedule()
+    assert (len(plan.decodes), plan.prefills[0].num_tokens) == (num_decodes, first)
+
+
 def test_a_step_is_filled_rather_than_padded() -> None:
     """Tokens that see many keys count more, so fewer fit into its time; but padding takes as long as they."""
     scheduler, _ = timed(step_sizes=(1, 8, 64, 300, 400, 500, 1000), target_s=0.05, max_tokens=900)
