@@ -23,7 +23,7 @@ serve: $(SERVER)  ## fetch the embedded default model and serve it; ARGS="--port
 	$(BIN)/hex-llm serve $(SERVE_FLAGS) $(ARGS)
 
 test: check  ## the checks and every fast test, compiled without optimizations
-	XLA_FLAGS="$(COMPILE_FAST)" $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not accelerator" $(ARGS)
+	XLA_FLAGS="$(COMPILE_FAST)" $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not accelerator" $(ARGS)
 
 check: $(TESTS)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

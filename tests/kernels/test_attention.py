@@ -39,7 +39,15 @@ every_one = pytest.mark.parametrize(
 )
 
 
-@every_one
+@pytest.mark.parametrize(
+    ("paged_attention", "max_chunks"),
+    [
+        (reference.paged_attention, 0),
+        (reference.paged_attention, 4),
+        pytest.param(cpu.paged_attention, 0, marks=needs_compiler),  # it does not look
+    ],
+    ids=["reference one by one", "reference", "cpu"],
+)
 @pytest.mark.parametrize("block_size", [8, 32, 512])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(
@@ -52,14 +60,13 @@ every_one = pytest.mark.parametrize(
         (Mask(), 1.5),
     ],
 )
-@pytest.mark.parametrize("max_chunks", [0, 4])
 def test_ragged_batch(
     paged_attention: PagedAttention,
+    max_chunks: int,
     block_size: int,
     group: int,
     mask: Mask,
     softcap: float | None,
-    max_chunks: int,
 ) -> None:
     """Decodes and prefill chunks of very different lengths, some after a cached prefix, with padding; chunks
     told apart, or every token by itself."""

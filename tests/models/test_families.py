@@ -45,6 +45,18 @@ SPLIT_LIKE = {
     "qwen2.5-yarn": "qwen2.5-window-off",
     "llama4-scout-vision": "llama4-scout",
 }
+# They show nothing that others do not show together.
+RARE = {
+    "llama-guard-3",
+    "codellama",
+    "llama-dynamic-short",
+    "codegemma",
+    "gemma2-9b",
+    "mistral-v0.2",
+    "phi3-mini-128k-short",
+    "phi3-medium-128k",
+    "phi4",
+}
 
 
 def shards(tiny: Tiny) -> set[tuple[tuple[int, ...], tuple[str | None, ...]]]:
@@ -110,7 +122,11 @@ def check(tiny: Tiny, folder: Path, device_counts: Iterable[int]) -> None:
         assert out[0].outputs[0].token_ids == tokens
 
 
-@pytest.mark.parametrize("tiny", FAMILIES, ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "tiny",
+    [pytest.param(tiny, marks=[pytest.mark.slow] * (tiny.name in RARE)) for tiny in FAMILIES],
+    ids=lambda tiny: tiny.name,
+)
 def test_family_equals_transformers(tiny: Tiny, tmp_path: Path) -> None:
     check(tiny, tmp_path, [1] if tiny.name in SPLIT_LIKE else [1, tiny.devices])
 

@@ -86,7 +86,14 @@ def named(doors: list[Door]) -> Any:
     return pytest.mark.parametrize("door", doors, ids=lambda door: door.name)
 
 
-@named(DOORS)
+FIRST_OF_KIND = {door.kind: door for door in reversed(DOORS)}.values()
+
+
+@pytest.mark.parametrize(
+    "door",
+    [pytest.param(door, marks=[] if door in FIRST_OF_KIND else pytest.mark.slow) for door in DOORS],
+    ids=lambda door: door.name,
+)
 @pytest.mark.parametrize(
     "table", [of_numbers, of_texts, of_halves, of_json], ids=lambda table: table.__name__
 )
