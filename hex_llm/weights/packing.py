@@ -174,7 +174,9 @@ class QuantizedTensor:
             return np.arange(columns.start, columns.stop) // size
         groups = stored(self.groups, columns)
         if groups.size and not 0 <= groups.min() <= groups.max() < -(-self.shape[1] // size):
-            raise ModelError(f"{self.groups.name} names a group that does not exist: download the model again")
+            raise ModelError(
+                f"{self.groups.name} names a group that does not exist: download the model again"
+            )
         return groups
 
 

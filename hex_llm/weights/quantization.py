@@ -163,7 +163,9 @@ def _block(c: HFConfig, key: str) -> tuple[int, int]:
 
 
 def _whole_numbers(sizes: list[Any]) -> Iterator[Any]:
-    return (int(s) if isinstance(s, str) and s.isascii() and s.isdecimal() and len(s) < 10 else s for s in sizes)
+    return (
+        int(s) if isinstance(s, str) and s.isascii() and s.isdecimal() and len(s) < 10 else s for s in sizes
+    )
 
 
 def _one_of(key: str, value: Any, *known: Any) -> Any:

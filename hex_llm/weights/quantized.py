@@ -1,4 +1,4 @@
-"""A quantized checkpoint as a plain one: a matrix that lies in several tensors is shown as one, under its name.
+"""A quantized checkpoint as a plain one: a matrix that lies in several tensors is shown as one, by its name.
 
 How the methods lay their tensors out is written down here: what is packed along which axis, where the zero
 points are. What is not quantized passes through. Every shape is checked before anything large is read.
@@ -17,7 +17,7 @@ from hex_llm.models.hf_config import shown
 from hex_llm.weights.checkpoint import Checkpoint
 from hex_llm.weights.packing import E2M1, F32, Exponents, Grid, Nested, Packed, Plain, QuantizedTensor, stored
 from hex_llm.weights.quantization import Quantization, Scheme
-from hex_llm.weights.safetensors import SafeTensor
+from hex_llm.weights.safetensors import FLOATS, SafeTensor
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 BYTES = ("I8", "U8", *FP8)
@@ -39,7 +39,9 @@ def dequantized(checkpoint: Checkpoint, quantization: Quantization) -> Checkpoin
         raise ModelError(f"config.json says that weights are quantized by {quantization.method}, but none is")
     for name, tensor in tensors.items():
         if tensor.dtype in FP8 and name not in matrices:
-            raise ModelError(f"{name:.120} holds {tensor.dtype}, but only matrices called …weight have scales")
+            raise ModelError(
+                f"{name!r:.120} holds {tensor.dtype}, but only matrices of their own have scales"
+            )
     return {**checkpoint, **matrices}
 
 
@@ -62,14 +64,15 @@ class _Module:
         """The first of these that there is."""
         tensor = self.optional(*parts)
         if tensor is None:
-            raise ModelError(f"the checkpoint lacks {self.name:.120}.{parts[0]}: download the model again")
+            name = f"{self.name}.{parts[0]}"
+            raise ModelError(f"the checkpoint lacks {name!r:.120}: is it complete?")
         return tensor
 
     def matrix(self, part: str, *dtypes: str) -> SafeTensor:
         tensor = self.part(part)
         if len(tensor.shape) != 2 or tensor.dtype not in dtypes:
             raise ModelError(
-                f"{tensor.name:.120} holds {tensor.dtype} in the shape {shown(list(tensor.shape))}, but it "
+                f"{tensor.name!r:.120} holds {tensor.dtype} in the shape {shown(list(tensor.shape))}, but it "
                 f"must be a matrix of {' or '.join(dtypes)}"
             )
         return tensor
@@ -78,16 +81,22 @@ class _Module:
         """It with this shape; axes of size 1 may be absent in the file."""
         if [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
             raise ModelError(
-                f"{tensor.name:.120} has shape {shown(list(tensor.shape))}, but config.json and the matrix "
+                f"{tensor.name!r:.120} has shape {shown(list(tensor.shape))}, but config.json and the matrix "
                 f"ask for {list(shape)}"
             )
         return tensor.viewed(*shape)
+
+    def scales(self, shape: tuple[int, int], *parts: str) -> SafeTensor:
+        tensor = self.part(*parts)
+        if tensor.dtype not in FLOATS:
+            raise ModelError(f"{tensor.name!r:.120} holds {tensor.dtype}, but scales must be floats")
+        return self.shaped(tensor, *shape)
 
     def divided(self, size: int | None, inputs: int) -> int:
         """The size of groups of inputs; None: all are one."""
         size = size or max(inputs, 1)
         if inputs % size:
-            raise ModelError(f"{self.name:.120}: group_size={size} does not divide its {inputs} inputs")
+            raise ModelError(f"{self.name!r:.120}: group_size={size} does not divide its {inputs} inputs")
         return size
 
 
@@ -109,13 +118,14 @@ def _awq(module: _Module, scheme: Scheme) -> QuantizedTensor:
     (inputs, packed), num = words.shape, len(AWQ_SHIFTS)
     outputs = packed * num
     size = module.divided(scheme.block[1], inputs)
-    zeros = module.optional("qzeros") if scheme.symmetric else module.part("qzeros")
-    zeros = zeros and module.shaped(module.matrix("qzeros", "I32"), inputs // size, packed)
+    zeros = None
+    if not scheme.symmetric or module.optional("qzeros"):
+        zeros = module.shaped(module.matrix("qzeros", "I32"), inputs // size, packed)
     return QuantizedTensor(
         module.name,
         (outputs, inputs),
         Packed(words, scheme.bits, AWQ_SHIFTS, axis=1, transposed=True),
-        Plain(module.shaped(module.part("scales"), inputs // size, outputs), transposed=True),
+        Plain(module.scales((inputs // size, outputs), "scales"), transposed=True),
         (1, size),
         8 if zeros is None else Packed(zeros, scheme.bits, AWQ_SHIFTS, axis=1, transposed=True),
     )
@@ -132,7 +142,7 @@ def _gptq(module: _Module, scheme: Scheme) -> QuantizedTensor:
         module.name,
         (outputs, inputs),
         Packed(words, scheme.bits, shifts, axis=0, transposed=True),
-        Plain(module.shaped(module.part("scales"), inputs // size, outputs), transposed=True),
+        Plain(module.scales((inputs // size, outputs), "scales"), transposed=True),
         (1, size),
         Packed(zeros, scheme.bits, shifts, axis=1, transposed=True, added=scheme.zeros_less),
         groups and module.shaped(groups, inputs),
@@ -159,11 +169,13 @@ def _compressed_packed(module: _Module, scheme: Scheme) -> QuantizedTensor:
         module.name,
         (outputs, inputs),
         Packed(module.shaped(words, outputs, -(-inputs // len(shifts))), scheme.bits, shifts, axis=1),
-        Plain(module.shaped(module.part("weight_scale"), outputs, inputs // size)),
+        Plain(module.scales((outputs, inputs // size), "weight_scale")),
         (1, size),
         1 << (scheme.bits - 1)
         if zeros is None
-        else Packed(module.shaped(zeros, -(-outputs // len(shifts)), inputs // size), scheme.bits, shifts, axis=0),
+        else Packed(
+            module.shaped(zeros, -(-outputs // len(shifts)), inputs // size), scheme.bits, shifts, axis=0
+        ),
         groups and module.shaped(groups, inputs),
     )
 
@@ -171,7 +183,9 @@ def _compressed_packed(module: _Module, scheme: Scheme) -> QuantizedTensor:
 def _shape_of(module: _Module) -> tuple[int, int]:
     shape = stored(module.shaped(module.part("weight_shape"), 2)).tolist()
     if not all(isinstance(n, int) and n > 0 for n in shape):
-        raise ModelError(f"{module.name:.120}.weight_shape={shown(shape)} is no shape: download the model again")
+        raise ModelError(
+            f"{module.name!r:.120}: weight_shape={shown(shape)} is no shape: download the model again"
+        )
     return shape[0], shape[1]
 
 
@@ -191,7 +205,7 @@ def _scaled(module: _Module, scheme: Scheme) -> QuantizedTensor:
         module.name,
         (outputs, inputs),
         Plain(weight),
-        Plain(module.shaped(module.part("weight_scale", "weight_scale_inv"), *grid)),
+        Plain(module.scales(grid, "weight_scale", "weight_scale_inv")),
         block,
         0 if zeros is None else Plain(module.shaped(zeros, *grid)),
     )
@@ -206,10 +220,13 @@ def _rows_of_bytes(module: _Module) -> QuantizedTensor:
     weight = module.matrix("weight", "I8")
     form = module.optional("weight_format")
     if form is not None and stored(form).any():
-        raise ModelError(f"{form.name:.120} is not that of plain rows: save the model with a newer bitsandbytes")
-    scales = module.shaped(module.part("SCB"), weight.shape[0], 1)
+        raise ModelError(
+            f"{form.name!r:.120} is not that of plain rows: save the model with a newer bitsandbytes"
+        )
+    outputs, inputs = weight.shape
+    scales = module.scales((outputs, 1), "SCB")
     return QuantizedTensor(
-        module.name, weight.shape, Plain(weight), Plain(scales), (1, max(weight.shape[1], 1)), unit=1 / 127
+        module.name, (outputs, inputs), Plain(weight), Plain(scales), (1, max(inputs, 1)), unit=1 / 127
     )
 
 
@@ -218,13 +235,13 @@ def _nibbles_of_blocks(module: _Module) -> QuantizedTensor:
     state, weight = _state(module), module.part("weight")
     (outputs, inputs), size = state["shape"], state["blocksize"]
     if inputs % 2 or (inputs % size and size % inputs):
-        raise ModelError(f"{module.name:.120}: blocks of {size} do not fit its {inputs} inputs")
+        raise ModelError(f"{module.name!r:.120}: blocks of {size} do not fit its {inputs} inputs")
     block = max(size // inputs, 1), min(size, inputs)
     grid = -(-outputs // block[0]), inputs // block[1]
     if weight.dtype != "U8" or math.prod(weight.shape) != outputs * inputs // 2:
         raise ModelError(
-            f"{weight.name:.120} holds {weight.dtype} in the shape {shown(list(weight.shape))}, but it must be "
-            f"{outputs * inputs // 2} of U8"
+            f"{weight.name!r:.120} holds {weight.dtype} of the shape {shown(list(weight.shape))}, not "
+            f"{outputs * inputs // 2} numbers of U8"
         )
     return QuantizedTensor(
         module.name,
@@ -237,13 +254,12 @@ def _nibbles_of_blocks(module: _Module) -> QuantizedTensor:
 
 
 def _block_scales(module: _Module, state: Mapping[str, Any], grid: tuple[int, int]) -> Grid:
-    scales = module.part("weight.absmax")
-    scales = module.shaped(scales, math.prod(grid)).viewed(*grid)
-    nested = module.optional("weight.nested_absmax")
-    if nested is None:
-        return Plain(scales)
-    run = state["nested_blocksize"]
-    nested = module.shaped(nested, -(-math.prod(grid) // run))
+    """absmax, of floats or, quantized once more, of bytes; both in a row."""
+    num, run = math.prod(grid), state["nested_blocksize"]
+    if module.part("weight.absmax").dtype != "U8":
+        return Plain(module.scales((num, 1), "weight.absmax").viewed(*grid))
+    scales = module.shaped(module.part("weight.absmax"), num).viewed(*grid)
+    nested = module.scales((-(-num // run), 1), "weight.nested_absmax").viewed(-(-num // run))
     table = stored(module.shaped(module.part("weight.nested_quant_map"), 256)).astype(F32)
     return Nested(scales, table, nested, run, state["nested_offset"])
 
@@ -261,7 +277,7 @@ def _state(module: _Module) -> dict[str, Any]:
             raise ValueError
         return {**state, "nested_blocksize": sizes[3], "nested_offset": float(state.get("nested_offset", 0))}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{tensor.name:.120} makes no sense: download the model again") from error
+        raise ModelError(f"{tensor.name!r:.120} makes no sense: download the model again") from error
 
 
 def mxfp4(name: str, blocks: SafeTensor, scales: SafeTensor) -> QuantizedTensor:
@@ -269,7 +285,7 @@ def mxfp4(name: str, blocks: SafeTensor, scales: SafeTensor) -> QuantizedTensor:
     one: two e2m1 floats in a byte, the first below."""
     *outputs, groups, _ = blocks.shape
     if scales.shape != blocks.shape[:-1] or blocks.shape[-1] * 2 != MX_GROUP or scales.dtype != "U8":
-        raise ModelError(f"{scales.name:.120} does not fit {blocks.name:.120}: download the model again")
+        raise ModelError(f"{scales.name!r:.120} does not fit {blocks.name!r:.120}: download the model again")
     rows, inputs = math.prod(outputs), groups * MX_GROUP
     return QuantizedTensor(
         name,
