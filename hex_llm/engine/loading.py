@@ -12,13 +12,14 @@ import numpy as np
 
 from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
-from hex_llm.errors import ConfigError
+from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.batch import Paddings
 from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks
 from hex_llm.execution.runner import Runner, keep_compiled
 from hex_llm.models.families import model_spec
+from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import make_mesh
 from hex_llm.scheduling.limits import StepLimits
 from hex_llm.text.grammar import GrammarFactory
@@ -82,7 +83,7 @@ def build_engine(
     held = spec.split_over(mesh.size)
     devices = list(mesh.devices.flat)
     dtype = resolve_dtype(config.dtype, spec.dtype, devices[0].platform)
-    checkpoint = open_checkpoint(config, files)
+    checkpoint = open_checkpoint(config, files, spec)
     weights = (
         init_weights(held, mesh, dtype, config.seed)
         if checkpoint is None
@@ -100,7 +101,7 @@ def build_engine(
     return Engine(config, held, runner, num_blocks, grammars)
 
 
-def open_checkpoint(config: EngineConfig, files: ModelFiles) -> Checkpoint | None:
+def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> Checkpoint | None:
     """What is quantized is shown as floats. None: only the config was wanted."""
     quantization, asked = quantization_of(files.config), config.quantization
     if quantization is None:
@@ -116,7 +117,13 @@ def open_checkpoint(config: EngineConfig, files: ModelFiles) -> Checkpoint | Non
             "flag out"
         )
     log.info("the weights are quantized by %s: they are expanded while they are loaded", quantization)
-    return files.checkpoint and dequantized(files.checkpoint, quantization)
+    if files.checkpoint is None:
+        return None
+    if spec.names.stacked_experts and any(".experts.0." in name for name in files.checkpoint):
+        raise ModelError(
+            f"{spec.family} with experts that {quantization.method} keeps apart is not supported"
+        )
+    return dequantized(files.checkpoint, quantization)
 
 
 def describe_memory(engine: Engine) -> str:

@@ -15,11 +15,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from hex_llm import LLM
+from hex_llm.config import EngineConfig
 from hex_llm.engine.loading import open_checkpoint, open_files
-from hex_llm.errors import ConfigError
+from hex_llm.errors import ConfigError, ModelError
+from hex_llm.models.families import model_spec
+from hex_llm.weights.checkpoint import Checkpoint
 from tests.engine.driving import make_config
 from tests.models.test_families import NUM_COMPARED, TOLERANCE, run_with_logits
-from tests.tiny import MOE, Tiny, greedy
+from tests.tiny import LLAMA4, MOE, Tiny, greedy
 from tests.weights.packers import FORMATS, Format
 
 BY_NAME = {form.name: form for form in FORMATS}
@@ -114,20 +117,41 @@ def awq(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def opened(config: EngineConfig) -> Checkpoint | None:
+    files = open_files(config)
+    return open_checkpoint(config, files, model_spec(files.config))
+
+
 @pytest.mark.parametrize("flag", [None, "awq"])
 def test_the_log_says_which_format_was_found(
     flag: str | None, awq: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(awq, quantization=flag)
     with caplog.at_level(logging.INFO):
-        assert open_checkpoint(config, open_files(config)) is not None
+        assert opened(config) is not None
     assert "quantized by awq (4 bits with a scale for 64 inputs)" in caplog.text
 
 
 def test_a_flag_that_says_otherwise(awq: Path) -> None:
     config = make_config(awq, quantization="gptq")
     with pytest.raises(ConfigError, match=r"--quantization=gptq, but the model's config.json says awq: "):
-        open_checkpoint(config, open_files(config))
+        opened(config)
     plain = make_config(awq.with_name("expanded"), quantization="fp8")
     with pytest.raises(ConfigError, match="--quantization=fp8: the model's config names no quantization"):
-        open_checkpoint(plain, open_files(plain))
+        opened(plain)
+
+
+def test_experts_that_an_architecture_does_not_have_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    Tiny("llama4", "Llama4ForCausalLM", LLAMA4).save(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = BY_NAME["awq-64"].config
+    (folder / "config.json").write_text(json.dumps(config))
+    name = "model.layers.0.feed_forward.experts.0.gate_proj.qweight"
+    save_file({name: torch.zeros(8, 1, dtype=torch.int32)}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="llama4_text with experts that awq keeps apart is not supported"):
+        opened(make_config(folder))
+
+
+def test_random_weights_of_a_quantized_config(awq: Path) -> None:
+    assert opened(make_config(awq, load_format="dummy")) is None
