@@ -120,16 +120,29 @@ class Unpacked:
 
     def expand(self) -> Array:
         """Each value [N, K], rounded to float32 once for each of the operations above."""
-        groups = np.ix_(self.rows, self.columns)
-        values = self.codes.astype(F32) if self.table is None else self.table[self.codes]
+        values = _numbers(self.codes) if self.table is None else self.table[self.codes]
         if not isinstance(self.zeros, int):
-            values -= self.zeros.astype(F32)[groups]
+            values -= self._of_each(self.zeros)
         elif self.zeros:
             values -= F32.type(self.zeros)
-        values *= self.scales.astype(F32)[groups]
+        values *= self._of_each(self.scales)
         if self.unit != 1:
             values *= F32.type(self.unit)
         return values
+
+    def _of_each(self, groups: Array) -> Array:
+        """[N, K], in memory as the codes are: of two orders, an operation takes twenty times as long."""
+        groups = groups.astype(F32)
+        if self.codes.strides[0] < self.codes.strides[1]:
+            return groups.T[:, self.rows].take(self.columns, axis=0).T
+        return groups[self.rows].take(self.columns, axis=1)
+
+
+def _numbers(codes: Array) -> Array:
+    if np.issubdtype(codes.dtype, np.integer):
+        return codes.astype(F32)
+    table = np.arange(256, dtype=np.uint8).view(codes.dtype).astype(F32)
+    return table[codes.view(np.uint8)]  # several times as fast as to convert floats of 8 bits
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whole models of quantized checkpoints against transformers with the expanded weights, on 1 and 4 devices."""
+"""Whole quantized models against transformers with the expanded weights, on 1 and 4 devices."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Matrices quantized in every format that is loaded, with what the format's own software makes of them.
 
-bitsandbytes, compressed-tensors and transformers pack or unpack here. For AWQ and GPTQ there is no packer that
-installs beside our torch; these two are packed by what their formats say, AWQ is unpacked by
-compressed-tensors' converter, and what is packed here was once unpacked by autoawq 0.2.9's `dequantize_gemm`
-and gptqmodel 7.7.0's `TorchLinear.dequantize_weight` to the very same values.
+bitsandbytes, compressed-tensors and transformers pack or unpack here. The packers of AWQ and GPTQ bring too
+much with them to be installed for this: these two are packed by what their formats say, and AWQ is unpacked
+by compressed-tensors' converter. What is packed here was once compared by hand: with what autoawq 0.2.9 packs
+and unpacks, and with what gptqmodel 7.7.0's `TorchLinear` unpacks, it is equal bit for bit.
 """
 
 from __future__ import annotations
