@@ -151,10 +151,9 @@ class EngineConfig:
     )
     quantization: str | None = model_flag(
         None,
-        "How the weights are quantized.",
+        "How the weights are quantized; need not be said, and must not differ from config.json.",
         unset="as config.json says",
-        choices=("awq", "bitsandbytes", "fp8"),
-        pending="quantized weights",
+        choices=("awq", "gptq", "bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors"),
     )
     revision: str | None = model_flag(
         None, "The branch, tag or commit of the model on the Hugging Face hub.", unset="main"

@@ -134,6 +134,19 @@ def whole_numbers(folder: Path) -> None:
     save_file(values, folder / "model.safetensors")
 
 
+def quantized(folder: Path, lost: str = "", **changes: Any) -> None:
+    """AWQ, as far as its names and shapes go."""
+    configure(folder, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 8, **changes})
+    values = tensors()
+    inputs, outputs = values.pop(Q).shape[::-1]
+    name = Q.removesuffix("weight")
+    values[f"{name}qweight"] = np.zeros((inputs, outputs // 8), np.int32)
+    values[f"{name}qzeros"] = np.zeros((inputs // 8, outputs // 8), np.int32)
+    values[f"{name}scales"] = np.zeros((inputs // 8, outputs), np.float16)
+    values.pop(f"{name}{lost}", None)
+    save_file(values, folder / "model.safetensors")
+
+
 def gguf(folder: Path, kind: int) -> None:
     """A file of one tensor whose data is missing."""
     for path in folder.iterdir():
@@ -165,6 +178,16 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     ),
     "gguf cut short": (lambda f: gguf(f, 0), "damaged or cut short", ()),
     "gguf of an unknown type": (lambda f: gguf(f, 99), "unsupported type number 99", ()),
+    "unknown quantization": (
+        lambda f: quantized(f, quant_method="aqlm"),
+        "quant_method='aqlm' is not supported",
+        (),
+    ),
+    "unknown bits": (lambda f: quantized(f, bits=3), "bits=3 is not supported", ()),
+    "odd groups": (lambda f: quantized(f, group_size=24), "group_size=24 does not divide its 16 inputs", ()),
+    "no scales": (lambda f: quantized(f, "scales"), "lacks 'model.layers.0.self_attn.q_proj.scales'", ()),
+    "no zeros": (lambda f: quantized(f, "qzeros"), "lacks 'model.layers.0.self_attn.q_proj.qzeros'", ()),
+    "another quantization": (quantized, "config.json says awq", ("--quantization=fp8",)),
     "too many devices": (lambda f: None, "only 8 cpu device(s)", ("--tensor_parallel_size=16",)),
     "odd devices": (lambda f: None, "can be split over 1, 2, 4 devices", ("--tensor_parallel_size=3",)),
 }

@@ -55,6 +55,7 @@ BUILT: dict[str, Any] = {
     "trust_remote_code": True,
     "load_format": "dummy",
     "dtype": "bfloat16",
+    "quantization": "compressed-tensors",
     "revision": "v2",
     "hf_token": "token",
     "download_dir": "folder",
@@ -94,7 +95,6 @@ PENDING = {
     "max_lora_rank": ("32", "per-request adapters"),
     "enable_lora_cache": ("false", "per-request adapters"),
     "max_num_mem_cached_lora": ("8", "per-request adapters"),
-    "quantization": ("awq", "quantized weights"),
     "kv_cache_dtype": ("fp8", "other types of the KV cache"),
 }
 

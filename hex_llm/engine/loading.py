@@ -12,18 +12,22 @@ import numpy as np
 
 from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
-from hex_llm.errors import ConfigError
+from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.batch import Paddings
 from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks
 from hex_llm.execution.runner import Runner, keep_compiled
 from hex_llm.models.families import model_spec
+from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import make_mesh
 from hex_llm.scheduling.limits import StepLimits
 from hex_llm.text.grammar import GrammarFactory
 from hex_llm.text.tokenizer import Tokenizer
+from hex_llm.weights.checkpoint import Checkpoint
 from hex_llm.weights.model_files import ModelFiles, open_model, open_tokenizer
+from hex_llm.weights.quantization import quantization_of
+from hex_llm.weights.quantized import dequantized
 from hex_llm.weights.source import fetch_for
 
 log = logging.getLogger(__name__)
@@ -79,10 +83,11 @@ def build_engine(
     held = spec.split_over(mesh.size)
     devices = list(mesh.devices.flat)
     dtype = resolve_dtype(config.dtype, spec.dtype, devices[0].platform)
+    checkpoint = open_checkpoint(config, files, spec)
     weights = (
         init_weights(held, mesh, dtype, config.seed)
-        if files.checkpoint is None
-        else load_weights(held, files.checkpoint, mesh, dtype, progress)
+        if checkpoint is None
+        else load_weights(held, checkpoint, mesh, dtype, progress)
     )
     platform = str(devices[0].platform)
     limits = StepLimits.of(config, spec.max_len, platform, free_bytes(devices))
@@ -94,6 +99,31 @@ def build_engine(
         runner = Runner(held, weights, mesh, paddings, num_blocks, dtype, kept_in)
     grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
     return Engine(config, held, runner, num_blocks, grammars)
+
+
+def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> Checkpoint | None:
+    """What is quantized is shown as floats. None: only the config was wanted."""
+    quantization, asked = quantization_of(files.config), config.quantization
+    if quantization is None:
+        if asked:
+            raise ConfigError(
+                f"--quantization={asked}: the model's config names no quantization, and quantizing while "
+                "loading is not built yet"
+            )
+        return files.checkpoint
+    if asked not in (None, quantization.method):
+        raise ConfigError(
+            f"--quantization={asked}, but the model's config.json says {quantization.method}: leave the "
+            "flag out"
+        )
+    log.info("the weights are quantized by %s: they are expanded while they are loaded", quantization)
+    if files.checkpoint is None:
+        return None
+    if spec.names.stacked_experts and any(".experts.0." in name for name in files.checkpoint):
+        raise ModelError(
+            f"{spec.family} with experts that {quantization.method} keeps apart is not supported"
+        )
+    return dequantized(files.checkpoint, quantization)
 
 
 def describe_memory(engine: Engine) -> str:

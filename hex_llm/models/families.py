@@ -226,7 +226,6 @@ def model_spec(
 ) -> ModelSpec:
     """The spec of a config.json, with the user's overrides; ModelError on what cannot be served."""
     spec = FAMILIES[_architecture(config)](HFConfig(config))
-    _refuse_quantized(config)
     if sliding_window is not None:
         spec = _override_window(spec, sliding_window)
     return replace(spec, max_len=max_model_len or spec.max_len)
@@ -238,13 +237,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"architecture {shown(name)} is not supported; supported are {', '.join(FAMILIES)}")
     return name
-
-
-def _refuse_quantized(config: Mapping[str, Any]) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ModelError(f"quantized weights ({shown(method)}) are not built yet; use the unquantized model")
 
 
 def _override_window(spec: ModelSpec, window: int) -> ModelSpec:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,12 +35,13 @@ FLOATS = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 INTEGERS = {f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)}
 # A file may hold these too, as long as they are not the model's weights.
 OTHERS = {
     "C64": 64,
-    **dict.fromkeys(("BOOL", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("BOOL", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
@@ -75,6 +76,11 @@ class SafeTensor:
             for i, start in enumerate(starts):
                 self._fill(view[i * size : (i + 1) * size], start)
         return out
+
+    def viewed(self, *shape: int) -> SafeTensor:
+        """The same values in another shape."""
+        assert math.prod(shape) == math.prod(self.shape), f"{self.name}: {self.shape} cannot be {shape}"
+        return replace(self, shape=shape)
 
     def _runs(self, cuts: list[range], itemsize: int) -> tuple[int, Iterator[int]]:
         """How many stretches of the file hold the cuts, all of one length, and where each starts."""

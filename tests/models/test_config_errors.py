@@ -175,8 +175,6 @@ LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_posit
         ({**VISION, "text_config": [1]}, "text_config must be an object"),
         (VISION, "lacks num_hidden_layers"),
         # what is not served
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights ('gptq')"),
-        ({"quantization_config": DEEP}, "quantized weights"),
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported are Llama"),
         ({"architectures": ["x\n" * 9999]}, "is not supported"),
         ({"architectures": None}, "architecture None is not supported"),

@@ -1,0 +1,194 @@
+"""Quantized matrices as files hold them: numbers of a few bits in words, and the scales of their groups.
+
+Unpacking and expanding are apart: `QuantizedTensor.unpack` gives the numbers of a stretch with its scales and
+zero points, which is all that a product needs; `Unpacked.expand` makes floats of them. All is seen as
+[outputs, inputs], however it lies in the file. Which tensors belong together is known to `quantized.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from hex_llm.errors import ModelError
+from hex_llm.weights.checkpoint import Slices
+from hex_llm.weights.safetensors import INTEGERS, SafeTensor
+
+Array = np.ndarray[Any, Any]
+F32 = np.dtype(np.float32)
+E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(F32)
+
+
+class Grid(Protocol):
+    def read(self, rows: slice, columns: slice) -> Array:
+        """The values there: rows are outputs, columns inputs."""
+        ...
+
+
+def stored(tensor: SafeTensor, *cuts: slice) -> Array:
+    """The values there in the tensor's own type, whole numbers too."""
+    return tensor.read(cuts or (slice(None),) * len(tensor.shape), INTEGERS.get(tensor.dtype))
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One value in each place."""
+
+    tensor: SafeTensor
+    transposed: bool = False  # lies in the file as [inputs, outputs]
+
+    def read(self, rows: slice, columns: slice) -> Array:
+        return stored(self.tensor, columns, rows).T if self.transposed else stored(self.tensor, rows, columns)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Whole numbers, none below zero, several in a word."""
+
+    tensor: SafeTensor  # of words
+    bits: int
+    shifts: tuple[int, ...]  # where in a word each of its numbers begins, in the numbers' order
+    axis: int  # of the tensor: along which a word's numbers follow each other
+    transposed: bool = False  # lies in the file as [inputs, outputs]
+    added: int = 0  # to each number, modulo 2**bits
+
+    def read(self, rows: slice, columns: slice) -> Array:
+        cuts = [columns, rows] if self.transposed else [rows, columns]
+        cut, num = cuts[self.axis], len(self.shifts)
+        first = cut.start // num
+        cuts[self.axis] = slice(first, -(-cut.stop // num))
+        numbers = self._unpacked(stored(self.tensor, *cuts))
+        whole = slice(None)
+        needed = slice(cut.start - first * num, cut.stop - first * num)
+        numbers = numbers[(whole, needed) if self.axis else (needed, whole)]
+        return numbers.T if self.transposed else numbers
+
+    def _unpacked(self, words: Array) -> Array:
+        out = np.empty((*words.shape, len(self.shifts)), np.uint8)
+        for i, shift in enumerate(self.shifts):
+            # The mask also undoes the shift's copies of a negative word's sign.
+            out[..., i] = ((words >> shift) + self.added) & ((1 << self.bits) - 1)
+        out = out if self.axis else out.swapaxes(1, 2)
+        shape = list(words.shape)
+        shape[self.axis] *= len(self.shifts)
+        return out.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Scales that are quantized themselves, in runs of `run` over all of them: a table's values, scaled."""
+
+    tensor: SafeTensor  # places in the table
+    table: Array
+    scales: SafeTensor  # of the runs
+    run: int
+    offset: float
+
+    def read(self, rows: slice, columns: slice) -> Array:
+        width = self.tensor.shape[1]
+        places = np.arange(rows.start, rows.stop)[:, None] * width + np.arange(columns.start, columns.stop)
+        runs, cut = _within(places // self.run)
+        scales = stored(self.scales, cut).astype(F32)[runs]
+        return self.table[stored(self.tensor, rows, columns)] * scales + F32.type(self.offset)
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """Powers of two, by their exponents and 127."""
+
+    tensor: SafeTensor
+
+    def read(self, rows: slice, columns: slice) -> Array:
+        return stored(self.tensor, rows, columns).view(ml_dtypes.float8_e8m0fnu)
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A stretch [N, K] of a matrix. The value of code c with scale s and zero point z is
+    (c - z) * s * unit, or table[c] * s."""
+
+    codes: Array  # [N, K]: whole numbers, or floats of 8 bits
+    scales: Array  # [A, B]: of the groups that the stretch touches
+    rows: Array  # [N]: each output's group, as a row of `scales`
+    columns: Array  # [K]: each input's, as a column
+    zeros: Array | int  # [A, B], or the same everywhere
+    table: Array | None
+    unit: float
+
+    def expand(self) -> Array:
+        """Each value [N, K], rounded to float32 once for each of the operations above."""
+        values = self.codes.astype(F32) if self.table is None else self.table.take(self.codes)
+        if not isinstance(self.zeros, int):
+            values -= self._of_each(self.zeros)
+        elif self.zeros:
+            values -= F32.type(self.zeros)
+        values *= self._of_each(self.scales)
+        if self.unit != 1:
+            values *= F32.type(self.unit)
+        return values
+
+    def _of_each(self, groups: Array) -> Array:
+        """[N, K], in memory as the codes are: of two orders, an operation takes twenty times as long."""
+        groups = groups.astype(F32)
+        if self.codes.strides[0] < self.codes.strides[1]:
+            return groups.T[:, self.rows].take(self.columns, axis=0).T
+        return groups[self.rows].take(self.columns, axis=1)
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A matrix [outputs, inputs] of a quantized checkpoint; see checkpoint.Tensor."""
+
+    name: str
+    shape: tuple[int, int]
+    codes: Grid
+    scales: Grid
+    block: tuple[int, int]  # so many outputs and inputs share a scale and a zero point
+    zeros: Grid | int = 0
+    groups: SafeTensor | None = None  # the group of each input, where they are not in order
+    table: Array | None = None  # the values that the codes stand for
+    unit: float = 1.0
+
+    def read(self, index: Slices, integers: np.dtype[Any] | None = None) -> Array:
+        """float32; reads only the words, scales and zero points that `index` touches."""
+        if integers is not None:
+            raise ModelError(f"{self.name} is quantized: it cannot be read as {integers.name}")
+        return self.unpack(index).expand()
+
+    def unpack(self, index: Slices) -> Unpacked:
+        """What the file holds of the stretch, groups that it cuts included whole."""
+        rows, columns = (slice(*cut.indices(size)[:2]) for cut, size in zip(index, self.shape, strict=True))
+        in_rows, group_rows = _within(np.arange(rows.start, rows.stop) // self.block[0])
+        in_columns, group_columns = _within(self._groups_of(columns))
+        zeros = self.zeros
+        return Unpacked(
+            self.codes.read(rows, columns),
+            self.scales.read(group_rows, group_columns),
+            in_rows,
+            in_columns,
+            zeros if isinstance(zeros, int) else zeros.read(group_rows, group_columns),
+            self.table,
+            self.unit,
+        )
+
+    def _groups_of(self, columns: slice) -> Array:
+        size = self.block[1]
+        if self.groups is None:
+            return np.arange(columns.start, columns.stop) // size
+        groups = stored(self.groups, columns)
+        if groups.size and not 0 <= groups.min() <= groups.max() < -(-self.shape[1] // size):
+            raise ModelError(
+                f"{self.groups.name} names a group that does not exist: download the model again"
+            )
+        return groups
+
+
+def _within(groups: Array) -> tuple[Array, slice]:
+    """The stretch that holds all these groups, and where in it each is."""
+    if not groups.size:
+        return groups, slice(0, 0)
+    first = int(groups.min())
+    return groups - first, slice(first, int(groups.max()) + 1)

@@ -1,0 +1,307 @@
+"""A quantized checkpoint as a plain one: a matrix that lies in several tensors is shown as one, by its name.
+
+How the methods lay their tensors out is written down here: what is packed along which axis, where the zero
+points are. What is not quantized passes through. Every shape is checked before anything large is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hex_llm.errors import ModelError
+from hex_llm.models.hf_config import shown
+from hex_llm.weights.checkpoint import Checkpoint
+from hex_llm.weights.packing import E2M1, F32, Exponents, Grid, Nested, Packed, Plain, QuantizedTensor, stored
+from hex_llm.weights.quantization import Quantization, Scheme
+from hex_llm.weights.safetensors import FLOATS, SafeTensor
+
+FP8 = ("F8_E4M3", "F8_E5M2")
+BYTES = ("I8", "U8", *FP8)
+MARKS = (".qweight", ".weight_packed", ".weight")  # the last only where it is of bytes
+MAX_STATE_BYTES = 1 << 12
+AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # even numbers lie in the lower half of a word, odd ones above
+MX_GROUP = 32
+
+
+def dequantized(checkpoint: Checkpoint, quantization: Quantization) -> Checkpoint:
+    """The checkpoint with a QuantizedTensor `name.weight` for each quantized module; the tensors that these
+    are made of stay in sight too. ModelError: tensors are missing or do not fit each other."""
+    tensors = {name: tensor for name, tensor in checkpoint.items() if isinstance(tensor, SafeTensor)}
+    matrices = {
+        module.name + ".weight": _built(module, quantization)
+        for module in (_Module(name.rpartition(".")[0], tensors) for name in tensors if _marks(tensors[name]))
+    }
+    if not matrices:
+        raise ModelError(f"config.json says that weights are quantized by {quantization.method}, but none is")
+    for name, tensor in tensors.items():
+        if tensor.dtype in FP8 and name not in matrices:
+            raise ModelError(
+                f"{name!r:.120} holds {tensor.dtype}, but only matrices of their own have scales"
+            )
+    return {**checkpoint, **matrices}
+
+
+def _marks(tensor: SafeTensor) -> bool:
+    """Whether it holds the numbers of a quantized matrix."""
+    return tensor.name.endswith(MARKS[:2]) or (tensor.name.endswith(MARKS[2]) and tensor.dtype in BYTES)
+
+
+@dataclass(frozen=True)
+class _Module:
+    """The tensors that one matrix is made of."""
+
+    name: str
+    tensors: Mapping[str, SafeTensor]
+
+    def optional(self, *parts: str) -> SafeTensor | None:
+        return next((t for part in parts if (t := self.tensors.get(f"{self.name}.{part}"))), None)
+
+    def part(self, *parts: str) -> SafeTensor:
+        """The first of these that there is."""
+        tensor = self.optional(*parts)
+        if tensor is None:
+            name = f"{self.name}.{parts[0]}"
+            raise ModelError(f"the checkpoint lacks {name!r:.120}: is it complete?")
+        return tensor
+
+    def matrix(self, part: str, *dtypes: str) -> SafeTensor:
+        tensor = self.part(part)
+        if len(tensor.shape) != 2 or tensor.dtype not in dtypes:
+            raise ModelError(
+                f"{tensor.name!r:.120} holds {tensor.dtype} in the shape {shown(list(tensor.shape))}, but it "
+                f"must be a matrix of {' or '.join(dtypes)}"
+            )
+        return tensor
+
+    def shaped(self, tensor: SafeTensor, *shape: int) -> SafeTensor:
+        """It with this shape; axes of size 1 may be absent in the file."""
+        if [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
+            raise ModelError(
+                f"{tensor.name!r:.120} has shape {shown(list(tensor.shape))}, but config.json and the matrix "
+                f"ask for {list(shape)}"
+            )
+        return tensor.viewed(*shape)
+
+    def scales(self, shape: tuple[int, int], *parts: str) -> SafeTensor:
+        tensor = self.part(*parts)
+        if tensor.dtype not in FLOATS:
+            raise ModelError(f"{tensor.name!r:.120} holds {tensor.dtype}, but scales must be floats")
+        return self.shaped(tensor, *shape)
+
+    def divided(self, size: int | None, inputs: int) -> int:
+        """The size of groups of inputs; None: all are one."""
+        size = size or max(inputs, 1)
+        if inputs % size:
+            raise ModelError(f"{self.name!r:.120}: group_size={size} does not divide its {inputs} inputs")
+        return size
+
+
+def _built(module: _Module, quantization: Quantization) -> QuantizedTensor:
+    """By the first scheme that fits; where none does, the last one's error says what is wrong."""
+    build, error = BUILDERS[quantization.method], None
+    for scheme in quantization.schemes:
+        try:
+            return build(module, scheme)
+        except ModelError as misfit:
+            error = misfit
+    assert error is not None
+    raise error
+
+
+def _awq(module: _Module, scheme: Scheme) -> QuantizedTensor:
+    """qweight [K, N/8] and qzeros [K/G, N/8] with an order of their own in each word, scales [K/G, N]."""
+    words = module.matrix("qweight", "I32")
+    (inputs, packed), num = words.shape, len(AWQ_SHIFTS)
+    outputs = packed * num
+    size = module.divided(scheme.block[1], inputs)
+    zeros = None
+    if not scheme.symmetric or module.optional("qzeros"):
+        zeros = module.shaped(module.matrix("qzeros", "I32"), inputs // size, packed)
+    return QuantizedTensor(
+        module.name,
+        (outputs, inputs),
+        Packed(words, scheme.bits, AWQ_SHIFTS, axis=1, transposed=True),
+        Plain(module.scales((inputs // size, outputs), "scales"), transposed=True),
+        (1, size),
+        8 if zeros is None else Packed(zeros, scheme.bits, AWQ_SHIFTS, axis=1, transposed=True),
+    )
+
+
+def _gptq(module: _Module, scheme: Scheme) -> QuantizedTensor:
+    """qweight [K/8, N], qzeros [K/G, N/8], scales [K/G, N], g_idx [K]; of 8 bits, 4 for 8."""
+    words, shifts = module.matrix("qweight", "I32"), _in_order(scheme.bits)
+    inputs, outputs = words.shape[0] * len(shifts), words.shape[1]
+    size = module.divided(scheme.block[1], inputs)
+    groups = module.optional("g_idx")
+    zeros = module.shaped(module.matrix("qzeros", "I32"), inputs // size, -(-outputs // len(shifts)))
+    return QuantizedTensor(
+        module.name,
+        (outputs, inputs),
+        Packed(words, scheme.bits, shifts, axis=0, transposed=True),
+        Plain(module.scales((inputs // size, outputs), "scales"), transposed=True),
+        (1, size),
+        Packed(zeros, scheme.bits, shifts, axis=1, transposed=True, added=scheme.zeros_less),
+        groups and module.shaped(groups, inputs),
+    )
+
+
+def _in_order(bits: int) -> tuple[int, ...]:
+    return tuple(range(0, 32, bits))
+
+
+def _compressed(module: _Module, scheme: Scheme) -> QuantizedTensor:
+    return _compressed_packed(module, scheme) if scheme.packed else _scaled(module, scheme)
+
+
+def _compressed_packed(module: _Module, scheme: Scheme) -> QuantizedTensor:
+    """weight_packed [N, K/8], weight_scale [N, K/G], weight_zero_point [N/8, K/G], with weight_shape; all
+    numbers are stored as if half of their range were added."""
+    words, shifts = module.matrix("weight_packed", "I32"), _in_order(scheme.bits)
+    outputs, inputs = _shape_of(module)
+    size = module.divided(scheme.block[1], inputs)
+    zeros = _zeros(module, scheme)
+    groups = module.optional("weight_g_idx")
+    return QuantizedTensor(
+        module.name,
+        (outputs, inputs),
+        Packed(module.shaped(words, outputs, -(-inputs // len(shifts))), scheme.bits, shifts, axis=1),
+        Plain(module.scales((outputs, inputs // size), "weight_scale")),
+        (1, size),
+        1 << (scheme.bits - 1)
+        if zeros is None
+        else Packed(
+            module.shaped(zeros, -(-outputs // len(shifts)), inputs // size), scheme.bits, shifts, axis=0
+        ),
+        groups and module.shaped(groups, inputs),
+    )
+
+
+def _shape_of(module: _Module) -> tuple[int, int]:
+    shape = stored(module.shaped(module.part("weight_shape"), 2)).tolist()
+    if not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ModelError(
+            f"{module.name!r:.120}: weight_shape={shown(shape)} is no shape: download the model again"
+        )
+    return shape[0], shape[1]
+
+
+def _zeros(module: _Module, scheme: Scheme) -> SafeTensor | None:
+    name = "weight_zero_point"
+    return module.optional(name) if scheme.symmetric else module.part(name)
+
+
+def _scaled(module: _Module, scheme: Scheme) -> QuantizedTensor:
+    """weight [N, K] of bytes, and weight_scale or weight_scale_inv, which is multiplied with all the same."""
+    weight = module.matrix("weight", "I8", *FP8)
+    outputs, inputs = weight.shape
+    block = scheme.block[0] or max(outputs, 1), scheme.block[1] or max(inputs, 1)
+    grid = -(-outputs // block[0]), -(-inputs // block[1])
+    zeros = _zeros(module, scheme)
+    return QuantizedTensor(
+        module.name,
+        (outputs, inputs),
+        Plain(weight),
+        Plain(module.scales(grid, "weight_scale", "weight_scale_inv")),
+        block,
+        0 if zeros is None else Plain(module.shaped(zeros, *grid)),
+    )
+
+
+def _bitsandbytes(module: _Module, scheme: Scheme) -> QuantizedTensor:
+    return _nibbles_of_blocks(module) if scheme.packed else _rows_of_bytes(module)
+
+
+def _rows_of_bytes(module: _Module) -> QuantizedTensor:
+    """weight [N, K] of int8 and SCB [N]: what 127 stands for."""
+    weight = module.matrix("weight", "I8")
+    form = module.optional("weight_format")
+    if form is not None and stored(form).any():
+        raise ModelError(
+            f"{form.name!r:.120} is not that of plain rows: save the model with a newer bitsandbytes"
+        )
+    outputs, inputs = weight.shape
+    scales = module.scales((outputs, 1), "SCB")
+    return QuantizedTensor(
+        module.name, (outputs, inputs), Plain(weight), Plain(scales), (1, max(inputs, 1)), unit=1 / 127
+    )
+
+
+def _nibbles_of_blocks(module: _Module) -> QuantizedTensor:
+    """weight, all numbers in a row, two in a byte, the first above; a scale for each block of them."""
+    state, weight = _state(module), module.part("weight")
+    (outputs, inputs), size = state["shape"], state["blocksize"]
+    if inputs % 2 or (inputs % size and size % inputs):
+        raise ModelError(f"{module.name!r:.120}: blocks of {size} do not fit its {inputs} inputs")
+    block = max(size // inputs, 1), min(size, inputs)
+    grid = -(-outputs // block[0]), inputs // block[1]
+    if weight.dtype != "U8" or math.prod(weight.shape) != outputs * inputs // 2:
+        raise ModelError(
+            f"{weight.name!r:.120} holds {weight.dtype} of the shape {shown(list(weight.shape))}, not "
+            f"{outputs * inputs // 2} numbers of U8"
+        )
+    return QuantizedTensor(
+        module.name,
+        (outputs, inputs),
+        Packed(weight.viewed(outputs, inputs // 2), 4, (4, 0), axis=1),
+        _block_scales(module, state, grid),
+        block,
+        table=stored(module.shaped(module.part("weight.quant_map"), 16)).astype(F32),
+    )
+
+
+def _block_scales(module: _Module, state: Mapping[str, Any], grid: tuple[int, int]) -> Grid:
+    """absmax, of floats or, quantized once more, of bytes; both in a row."""
+    num, run = math.prod(grid), state["nested_blocksize"]
+    if module.part("weight.absmax").dtype != "U8":
+        return Plain(module.scales((num, 1), "weight.absmax").viewed(*grid))
+    scales = module.shaped(module.part("weight.absmax"), num).viewed(*grid)
+    nested = module.scales((-(-num // run), 1), "weight.nested_absmax").viewed(-(-num // run))
+    table = stored(module.shaped(module.part("weight.nested_quant_map"), 256)).astype(F32)
+    return Nested(scales, table, nested, run, state["nested_offset"])
+
+
+def _state(module: _Module) -> dict[str, Any]:
+    """The JSON that lies beside a matrix of 4 bits."""
+    tensor = module.part(*(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")))
+    try:
+        if math.prod(tensor.shape) > MAX_STATE_BYTES:
+            raise ValueError
+        state = json.loads(stored(tensor).tobytes())
+        outputs, inputs = state["shape"]
+        sizes = outputs, inputs, state["blocksize"], state.get("nested_blocksize", 1)
+        if any(type(size) is not int or not 0 < size < 1 << 31 for size in sizes):
+            raise ValueError
+        return {**state, "nested_blocksize": sizes[3], "nested_offset": float(state.get("nested_offset", 0))}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{tensor.name!r:.120} makes no sense: download the model again") from error
+
+
+def mxfp4(name: str, blocks: SafeTensor, scales: SafeTensor) -> QuantizedTensor:
+    """Of gpt-oss's name_blocks [..., N, K/32, 16] and name_scales [..., N, K/32], with all axes before K as
+    one: two e2m1 floats in a byte, the first below."""
+    *outputs, groups, _ = blocks.shape
+    if scales.shape != blocks.shape[:-1] or blocks.shape[-1] * 2 != MX_GROUP or scales.dtype != "U8":
+        raise ModelError(f"{scales.name!r:.120} does not fit {blocks.name!r:.120}: download the model again")
+    rows, inputs = math.prod(outputs), groups * MX_GROUP
+    return QuantizedTensor(
+        name,
+        (rows, inputs),
+        Packed(blocks.viewed(rows, inputs // 2), 4, (0, 4), axis=1),
+        Exponents(scales.viewed(rows, groups)),
+        (1, MX_GROUP),
+        table=E2M1,
+    )
+
+
+BUILDERS: dict[str, Callable[[_Module, Scheme], QuantizedTensor]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "bitsandbytes": _bitsandbytes,
+    "fp8": _scaled,
+    "fbgemm_fp8": _scaled,
+    "compressed-tensors": _compressed,
+}

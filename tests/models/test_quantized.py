@@ -1,0 +1,157 @@
+"""Whole quantized models against transformers with the expanded weights, on 1 and 4 devices."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from hex_llm import LLM
+from hex_llm.config import EngineConfig
+from hex_llm.engine.loading import open_checkpoint, open_files
+from hex_llm.errors import ConfigError, ModelError
+from hex_llm.models.families import model_spec
+from hex_llm.weights.checkpoint import Checkpoint
+from tests.engine.driving import make_config
+from tests.models.test_families import NUM_COMPARED, TOLERANCE, run_with_logits
+from tests.tiny import LLAMA4, MOE, Tiny, greedy
+from tests.weights.packers import FORMATS, Format
+
+BY_NAME = {form.name: form for form in FORMATS}
+# A quarter of the inputs of `down`, and of the outputs of `gate`, is less than a group or a block.
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+LLAMA = Tiny("llama", "LlamaForCausalLM", SIZES)
+MIXTRAL = Tiny("mixtral", "MixtralForCausalLM", {**SIZES, **MOE})
+PHI3 = Tiny("phi3", "Phi3ForCausalLM", SIZES)
+QUANTIZED = re.compile(r".*\.(\w+_proj|w[123])\.weight")  # not: embeddings, norms, routers, the head
+
+
+def quantize(folder: Path, form: Format) -> Path:
+    """Quantizes a plain model where it lies; gives a folder beside it that holds the expanded one."""
+    config = json.loads((folder / "config.json").read_text())
+    expanded, packed = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if QUANTIZED.fullmatch(name):
+            parts, expanded[name] = form.pack(weight)
+            packed |= {f"{name.removesuffix('weight')}{end}": part for end, part in parts.items()}
+        else:
+            packed[name] = expanded[name] = weight
+    beside = folder.with_name("expanded")
+    beside.mkdir()
+    (beside / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
+    for path, tensors in ((folder, packed), (beside, expanded)):
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, path / "model.safetensors", {"format": "pt"})
+    return beside
+
+
+def check(folder: Path, judge: Any, prompt: list[int], devices: int) -> None:
+    out = greedy(judge, prompt, NUM_COMPARED, output_logits=True, return_dict_in_generate=True)
+    with torch.no_grad():
+        prompt_logits = judge(torch.tensor([prompt])).logits[0].numpy()
+    llm = LLM(
+        model=folder,
+        dtype="float32",
+        max_model_len=256,
+        num_blocks=128,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=devices,
+    )
+    ours, chosen = run_with_logits(llm.engine, prompt)
+    np.testing.assert_allclose(ours, prompt_logits, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(chosen, torch.cat(out.logits).numpy(), atol=TOLERANCE, rtol=0)
+
+
+def check_tiny(tiny: Tiny, form: Format, folder: Path, *device_counts: int) -> None:
+    tiny.save(folder)
+    judge = transformers.AutoModelForCausalLM.from_pretrained(
+        quantize(folder, form), dtype=torch.float32, attn_implementation="eager"
+    )
+    for devices in device_counts:
+        check(folder, judge, tiny.prompt(), devices)
+
+
+@pytest.mark.parametrize(
+    ("tiny", "name"),
+    [(LLAMA, "awq-64"), (MIXTRAL, "gptq-4-32-act"), (PHI3, "fbgemm-fp8")],
+    ids=lambda of: of if isinstance(of, str) else of.name,
+)
+def test_logits_equal_those_of_the_expanded_weights(tiny: Tiny, name: str, tmp_path: Path) -> None:
+    check_tiny(tiny, BY_NAME[name], tmp_path / "model", 1, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("tiny", [LLAMA, MIXTRAL, PHI3], ids=lambda tiny: tiny.name)
+def test_every_format(tiny: Tiny, form: Format, tmp_path: Path) -> None:
+    check_tiny(tiny, form, tmp_path / "model", 4)
+
+
+def test_a_model_that_transformers_quantized(tmp_path: Path) -> None:
+    """Its products are of floats: bitsandbytes multiplies by what it expands."""
+    LLAMA.save(tmp_path / "plain")
+    wanted = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    judge = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=wanted, dtype=torch.float32, attn_implementation="eager"
+    )
+    judge.save_pretrained(tmp_path / "model")
+    check(tmp_path / "model", judge, LLAMA.prompt(), 1)
+
+
+@pytest.fixture(scope="module")
+def awq(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("awq") / "model"
+    LLAMA.save(folder)
+    quantize(folder, BY_NAME["awq-64"])
+    return folder
+
+
+def opened(config: EngineConfig) -> Checkpoint | None:
+    files = open_files(config)
+    return open_checkpoint(config, files, model_spec(files.config))
+
+
+@pytest.mark.parametrize("flag", [None, "awq"])
+def test_the_log_says_which_format_was_found(
+    flag: str | None, awq: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(awq, quantization=flag)
+    with caplog.at_level(logging.INFO):
+        assert opened(config) is not None
+    assert "quantized by awq (4 bits with a scale for 64 inputs)" in caplog.text
+
+
+def test_a_flag_that_says_otherwise(awq: Path) -> None:
+    config = make_config(awq, quantization="gptq")
+    with pytest.raises(ConfigError, match=r"--quantization=gptq, but the model's config.json says awq: "):
+        opened(config)
+    plain = make_config(awq.with_name("expanded"), quantization="fp8")
+    with pytest.raises(ConfigError, match="--quantization=fp8: the model's config names no quantization"):
+        opened(plain)
+
+
+def test_experts_that_an_architecture_does_not_have_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    Tiny("llama4", "Llama4ForCausalLM", LLAMA4).save(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = BY_NAME["awq-64"].config
+    (folder / "config.json").write_text(json.dumps(config))
+    name = "model.layers.0.feed_forward.experts.0.gate_proj.qweight"
+    save_file({name: torch.zeros(8, 1, dtype=torch.int32)}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="llama4_text with experts that awq keeps apart is not supported"):
+        opened(make_config(folder))
+
+
+def test_random_weights_of_a_quantized_config(awq: Path) -> None:
+    assert opened(make_config(awq, load_format="dummy")) is None
