@@ -17,12 +17,15 @@ SERVE_FLAGS ?= --max_decode_seqs=8 --max_model_len=2048
 COMPILE_FAST := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 \
 	--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
 
-.PHONY: serve test check test-all bench bench-load tpu-compile format clean
+.PHONY: serve test fast-tests check test-all bench bench-load tpu-compile format clean
 
 serve: $(SERVER)  ## fetch the embedded default model and serve it; ARGS="--port=8000 …" adds flags
 	$(BIN)/hex-llm serve $(SERVE_FLAGS) $(ARGS)
 
-test: check  ## the checks and every fast test, compiled without optimizations
+test: $(TESTS)  ## the checks and, beside them, every fast test, compiled without optimizations
+	$(MAKE) --jobs=2 check fast-tests
+
+fast-tests: $(TESTS)
 	XLA_FLAGS="$(COMPILE_FAST)" $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not accelerator" $(ARGS)
 
 check: $(TESTS)  ## format, lint, types, import rules

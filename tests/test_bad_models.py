@@ -193,7 +193,23 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Other tests have them without a server.
+SELDOM = {
+    "overlapping",
+    "missing shard",
+    "wrong shape",
+    "absurd sizes",
+    "gguf cut short",
+    "unknown bits",
+    "odd groups",
+    "no scales",
+    "no zeros",
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SELDOM)) for case in CASES]
+)
 def test_one_line(case: str, model: Path) -> None:
     change, said, flags = CASES[case]
     change(model)
@@ -207,7 +223,10 @@ def test_a_missing_folder(tmp_path: Path) -> None:
     assert "there is no file or folder" in the_error(run(tmp_path / "none"))
 
 
-@pytest.mark.parametrize("case", ["own code", "index outside", "only pickles"])
+NOT_RUN = ["own code", *(pytest.param(c, marks=pytest.mark.slow) for c in ("index outside", "only pickles"))]
+
+
+@pytest.mark.parametrize("case", NOT_RUN)
 def test_the_same_without_asserts(case: str, model: Path) -> None:
     change, said, _ = CASES[case]
     change(model)

@@ -45,6 +45,19 @@ SPLIT_LIKE = {
     "qwen2.5-yarn": "qwen2.5-window-off",
     "llama4-scout-vision": "llama4-scout",
 }
+# They are divided as others are, though of other sizes.
+SPLIT_SELDOM = [
+    "llama2",
+    "llama3.2-tied",
+    "smollm2",
+    "gemma-2b",
+    "gemma-7b",
+    "gemma2-27b",
+    "mistral-v0.1",
+    "mistral-v0.3-head-dim",
+    "mixtral-8x22b",
+    "qwen2-untied",
+]
 # They show nothing that others do not show together.
 RARE = {
     "llama-guard-3",
@@ -128,11 +141,11 @@ def check(tiny: Tiny, folder: Path, device_counts: Iterable[int]) -> None:
     ids=lambda tiny: tiny.name,
 )
 def test_family_equals_transformers(tiny: Tiny, tmp_path: Path) -> None:
-    check(tiny, tmp_path, [1] if tiny.name in SPLIT_LIKE else [1, tiny.devices])
+    check(tiny, tmp_path, [1] if tiny.name in (*SPLIT_LIKE, *SPLIT_SELDOM) else [1, tiny.devices])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPLIT_LIKE)
+@pytest.mark.parametrize("name", [*SPLIT_LIKE, *SPLIT_SELDOM])
 def test_those_split_like_others_on_several_devices(name: str, tmp_path: Path) -> None:
     check(BY_NAME[name], tmp_path, [BY_NAME[name].devices])
 
