@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
 from hex_llm.engine.loading import build_engine, open_files
 from hex_llm.sampling_params import SamplingParams
+from hex_llm.scheduling.limits import prefix_unit
 from hex_llm.types import Request, Update
 from tests.tiny import Tiny
 
@@ -30,10 +32,11 @@ def make_engine(folder: Path, grammars: Any = None, **flags: Any) -> Engine:
 
 
 def fresh_engine(engine: Engine, grammars: Any = None, config: EngineConfig | None = None) -> Engine:
-    """Another one with the same weights, pages and programs."""
-    stepper = engine.stepper
-    num_blocks = stepper.scheduler.pool.num_blocks
-    return Engine(config or engine.config, engine.spec, stepper.runner, num_blocks, grammars)
+    """Another one with the same weights, pages and programs; `config` may differ in the rest. Of
+    the limits of a step, which the runner holds, that is the prefix cache's unit."""
+    runner, config = engine.stepper.runner, config or engine.config
+    runner.paddings.limits = replace(runner.paddings.limits, prefix_unit=prefix_unit(config))
+    return Engine(config, engine.spec, runner, engine.stepper.scheduler.pool.num_blocks, grammars)
 
 
 def request(name: str, prompt_ids: list[int], params: SamplingParams = GREEDY, **more: Any) -> Request:

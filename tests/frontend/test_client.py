@@ -320,8 +320,8 @@ def test_an_observer_is_told_of_each_request() -> None:
         timeline, reasons = watching.told[-1]
         assert reasons == ["length", "stop"]
         assert timeline.queued_s == 0.001
-        assert timeline.arrived <= timeline.sent <= timeline.begun <= timeline.first <= timeline.latest
-        assert timeline.latest <= timeline.ended
+        assert timeline.begun == timeline.sent + timeline.queued_s
+        assert timeline.arrived <= timeline.sent <= timeline.first <= timeline.latest <= timeline.ended
         assert (timeline.num_prompt, timeline.num_cached, timeline.num_generated) == (2, 1, 4)
 
         watching.told.clear()

@@ -114,22 +114,30 @@ def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.n
     return np.asarray(prompt_logits), np.stack(choices)
 
 
+def check_logits(
+    folder: Path, devices: int, prompt: list[int], prompt_logits: np.ndarray, decoded: np.ndarray
+) -> LLM:
+    """Those of a prompt and of NUM_COMPARED choices after it are the judge's."""
+    llm = LLM(
+        model=folder,
+        dtype="float32",
+        max_model_len=256,
+        num_blocks=128,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=devices,
+    )
+    ours, chosen = run_with_logits(llm.engine, prompt)
+    np.testing.assert_allclose(ours, prompt_logits, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(chosen, decoded[:NUM_COMPARED], atol=TOLERANCE, rtol=0)
+    return llm
+
+
 def check(tiny: Tiny, folder: Path, device_counts: Iterable[int]) -> None:
     prompt_logits, decoded, tokens = judge(tiny, folder)
     assert len(set(tokens)) > 8, "the judge repeats itself: this test would prove little"
     prompt = tiny.prompt()
     for devices in device_counts:
-        llm = LLM(
-            model=folder,
-            dtype="float32",
-            max_model_len=256,
-            num_blocks=128,
-            skip_tokenizer_init=True,
-            tensor_parallel_size=devices,
-        )
-        ours, chosen = run_with_logits(llm.engine, prompt)
-        np.testing.assert_allclose(ours, prompt_logits, atol=TOLERANCE, rtol=0)
-        np.testing.assert_allclose(chosen, decoded[:NUM_COMPARED], atol=TOLERANCE, rtol=0)
+        llm = check_logits(folder, devices, prompt, prompt_logits, decoded)
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         out = llm.generate(prompt_token_ids=[prompt], sampling_params=params, use_tqdm=False)
         assert out[0].outputs[0].token_ids == tokens

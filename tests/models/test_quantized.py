@@ -8,20 +8,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hex_llm import LLM
 from hex_llm.config import EngineConfig
 from hex_llm.engine.loading import open_checkpoint, open_files
 from hex_llm.errors import ConfigError, ModelError
 from hex_llm.models.families import model_spec
 from hex_llm.weights.checkpoint import Checkpoint
 from tests.engine.driving import make_config
-from tests.models.test_families import NUM_COMPARED, TOLERANCE, run_with_logits
+from tests.models.test_families import NUM_COMPARED, check_logits
 from tests.tiny import LLAMA4, MOE, Tiny, greedy
 from tests.weights.packers import FORMATS, Format
 
@@ -58,17 +56,7 @@ def check(folder: Path, judge: Any, prompt: list[int], devices: int) -> None:
     out = greedy(judge, prompt, NUM_COMPARED, output_logits=True, return_dict_in_generate=True)
     with torch.no_grad():
         prompt_logits = judge(torch.tensor([prompt])).logits[0].numpy()
-    llm = LLM(
-        model=folder,
-        dtype="float32",
-        max_model_len=256,
-        num_blocks=128,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=devices,
-    )
-    ours, chosen = run_with_logits(llm.engine, prompt)
-    np.testing.assert_allclose(ours, prompt_logits, atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose(chosen, torch.cat(out.logits).numpy(), atol=TOLERANCE, rtol=0)
+    check_logits(folder, devices, prompt, prompt_logits, torch.cat(out.logits).numpy())
 
 
 def check_tiny(tiny: Tiny, form: Format, folder: Path, *device_counts: int) -> None:
