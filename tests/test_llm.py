@@ -65,6 +65,7 @@ def test_memory_layout_changes_nothing(folder: Path, llm: LLM, flags: dict[str, 
     assert tokens(LLM(model=folder, **{**FLAGS, **flags}), prompts) == tokens(llm, prompts)
 
 
+@pytest.mark.slow
 def test_op_by_op_gives_the_same(folder: Path, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     eager = LLM(model=folder, **FLAGS, enable_jit=False)

@@ -25,7 +25,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "changes"), CASES, ids=[name for name, _ in CASES])
+LIKE_OTHERS = ("MistralForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in LIKE_OTHERS), id=case[0]) for case in CASES],
+)
 def test_tokens_of_the_model_before_conversion(
     architecture: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -196,8 +196,8 @@ def test_both_searches_for_a_border_agree(vocab: int) -> None:
     "want",
     [
         {"temperature": 1.0},
-        {"temperature": 1.7, "top_k": 12},
-        {"temperature": 1.0, "top_p": 0.8, "min_p": 0.02},
+        pytest.param({"temperature": 1.7, "top_k": 12}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.0, "top_p": 0.8, "min_p": 0.02}, marks=pytest.mark.slow),
         {"temperature": 1.2, "typical_p": 0.7, "frequency_penalty": 0.5, "constrained": 3},
     ],
 )

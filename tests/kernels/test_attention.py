@@ -49,7 +49,7 @@ every_one = pytest.mark.parametrize(
     ids=["reference one by one", "reference", "cpu"],
 )
 @pytest.mark.parametrize("block_size", [8, pytest.param(32, marks=pytest.mark.slow), 512])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("mask", "softcap"),
     [

@@ -63,8 +63,8 @@ RAGGED = [(0, 50), (100, 40), (0, 1), (290, 3), (64, 1)]  # (cached, new tokens)
         ([], RAGGED, Mask(), 1, 64, 16),
         ([0, 299], RAGGED, Mask(window=70), 4, 16, 32),
         ([5, 70], [(130, 60)], Mask(), 7, 96, 2048),
-        ([], [(0, 33), (0, 70)], Mask(window=5), 4, 16, 16),
-        ([3], [(0, 40)], Mask(), 4, 16, 8),
+        pytest.param([], [(0, 33), (0, 70)], Mask(window=5), 4, 16, 16, marks=pytest.mark.slow),
+        pytest.param([3], [(0, 40)], Mask(), 4, 16, 8, marks=pytest.mark.slow),
     ],
 )
 def test_beside_the_reference(

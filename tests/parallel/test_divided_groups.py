@@ -18,7 +18,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("tiny", CASES, ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "tiny",
+    [CASES[0], *(pytest.param(tiny, marks=pytest.mark.slow) for tiny in CASES[1:])],
+    ids=lambda tiny: tiny.name,
+)
 def test_groups_of_five_over_twice_as_many_devices(tiny: Tiny, tmp_path: Path) -> None:
     expected = greedy_tokens(tiny.save(tmp_path), tiny.prompt(), 24)
     flags = {"dtype": "float32", "max_model_len": 64, "num_blocks": 16, "skip_tokenizer_init": True}
