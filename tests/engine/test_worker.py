@@ -262,7 +262,7 @@ def test_a_worker_does_not_outlive_its_parent(load: str) -> None:
     assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
     parent.kill()
     parent.wait()
-    assert seconds_until_gone([worker]) < 2
+    assert seconds_until_gone([worker]) < 10
     assert not Path(folder).exists()
 
 

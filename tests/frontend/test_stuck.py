@@ -161,7 +161,7 @@ def test_a_stopped_engine_does_not_hold_up_the_end() -> None:
         os.kill(worker.pid, signal.SIGSTOP)
         started = time.monotonic()
         await client.stop(0.5)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 10
         assert not worker.is_running()
 
     with_client(test)

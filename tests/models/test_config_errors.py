@@ -56,7 +56,7 @@ def refusal(values: dict[str, Any]) -> str:
     start = time.perf_counter()
     with pytest.raises(ModelError) as caught:
         model_spec(values)
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 10
     message = str(caught.value)
     assert message.isprintable()
     assert len(message) < 300

