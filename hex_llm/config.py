@@ -151,9 +151,10 @@ class EngineConfig:
     )
     quantization: str | None = model_flag(
         None,
-        "How the weights are quantized; need not be said, and must not differ from config.json.",
+        "int8 and int4 quantize the model's layers while they are loaded. The others say how they are "
+        "quantized already, which config.json does too.",
         unset="as config.json says",
-        choices=("awq", "gptq", "bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors"),
+        choices=("int8", "int4", "awq", "gptq", "bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors"),
     )
     revision: str | None = model_flag(
         None, "The branch, tag or commit of the model on the Hugging Face hub.", unset="main"

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from hex_llm.models.families import model_spec
-from hex_llm.models.params import declared
+from hex_llm.models.params import abstract_weights, declared
 from hex_llm.weights.safetensors import INDEX
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +40,7 @@ def configure(folder: Path, **changes: Any) -> None:
 
 
 def tensors() -> dict[str, np.ndarray]:
-    params, _ = declared(model_spec(CONFIG))
+    params = declared(abstract_weights(model_spec(CONFIG)))
     return {piece.name: np.ones(piece.shape, np.float32) for param in params for piece in param.pieces}
 
 

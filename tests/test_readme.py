@@ -21,7 +21,7 @@ COMMANDS = [one.strip() for block in BLOCKS for one in re.split(r"\n(?=curl )", 
 # What an answer must have in it, in the order of the commands.
 SENSIBLE = [
     "The capital of France is Paris.",
-    '"completion_tokens":40',
+    '"completion_tokens":',
     " Paris",
     "What is a car?\\nOutput:\\nA car is a vehicle",
     '"finish_reason":"stop_sequence"',

@@ -40,9 +40,9 @@ def make_checkpoint(folder: Path) -> int:
     from safetensors.numpy import save_file
 
     from hex_llm.models.families import model_spec
-    from hex_llm.models.params import declared
+    from hex_llm.models.params import abstract_weights, declared
 
-    params, _ = declared(model_spec(CONFIG))
+    params = declared(abstract_weights(model_spec(CONFIG)))
     shapes = {piece.name: piece.shape for param in params for piece in param.pieces}
     names = list(shapes)
     numbers = np.random.default_rng(0)
@@ -73,6 +73,7 @@ def load(folder: Path, num_devices: int) -> dict[str, Any]:
     import jax
 
     from hex_llm.execution.load import load_weights
+    from hex_llm.execution.weight_plan import plan_weights
     from hex_llm.models.families import model_spec
     from hex_llm.parallel.shardings import make_mesh
     from hex_llm.weights.model_files import open_model
@@ -82,7 +83,7 @@ def load(folder: Path, num_devices: int) -> dict[str, Any]:
     checkpoint = {name: Counted(tensor) for name, tensor in files.checkpoint.items()}
     spec = model_spec(files.config).split_over(num_devices)
     start = time.perf_counter()
-    weights = load_weights(spec, checkpoint, make_mesh(num_devices), np.dtype(np.float32))
+    weights = load_weights(plan_weights(spec), checkpoint, make_mesh(num_devices), np.dtype(np.float32))
     jax.block_until_ready(weights)
     most = max(tensor.num_read / np.prod(tensor.shape) for tensor in checkpoint.values())
     return {

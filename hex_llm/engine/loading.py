@@ -16,9 +16,11 @@ from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.batch import Paddings
 from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
-from hex_llm.execution.memory import account, explained, num_kv_blocks
+from hex_llm.execution.memory import account, explained, num_kv_blocks, shown_size, token_bytes
 from hex_llm.execution.runner import Runner, keep_compiled
+from hex_llm.execution.weight_plan import BITS, plan_weights, quantized_bytes
 from hex_llm.models.families import model_spec
+from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import make_mesh
 from hex_llm.scheduling.limits import StepLimits
@@ -83,16 +85,19 @@ def build_engine(
     held = spec.split_over(mesh.size)
     devices = list(mesh.devices.flat)
     dtype = resolve_dtype(config.dtype, spec.dtype, devices[0].platform)
-    checkpoint = open_checkpoint(config, files, spec)
-    weights = (
-        init_weights(held, mesh, dtype, config.seed)
-        if checkpoint is None
-        else load_weights(held, checkpoint, mesh, dtype, progress)
-    )
     platform = str(devices[0].platform)
+    choice = Devices(platform, len(devices), config.block_size, dtype)
+    kernels = choose_kernels(held, choice)
+    checkpoint = open_checkpoint(config, files, spec)
+    plan = plan_weights(held, checkpoint, len(devices), kernels.can_multiply, config.quantization)
+    weights = (
+        init_weights(plan, held, mesh, dtype, config.seed)
+        if checkpoint is None
+        else load_weights(plan, checkpoint, mesh, dtype, progress)
+    )
+    log_quantized(weights, token_bytes(held, choice), dtype)
     limits = StepLimits.of(config, spec.max_len, platform, free_bytes(devices))
     num_blocks = num_kv_blocks(config, limits.max_decode_seqs, held, dtype, devices)
-    kernels = choose_kernels(held, Devices(platform, len(devices), config.block_size, dtype))
     paddings = Paddings(config, limits, spec.max_len, kernels.max_single)
     memory = account(weights, [], None, mesh, num_blocks, config.block_size)
     with explained(config, "allocating the KV cache", memory):
@@ -102,13 +107,13 @@ def build_engine(
 
 
 def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> Checkpoint | None:
-    """What is quantized is shown as floats. None: only the config was wanted."""
+    """What is quantized can be read as floats too. None: only the config was wanted."""
     quantization, asked = quantization_of(files.config), config.quantization
     if quantization is None:
-        if asked:
+        if asked and asked not in BITS:
             raise ConfigError(
-                f"--quantization={asked}: the model's config names no quantization, and quantizing while "
-                "loading is not built yet"
+                f"--quantization={asked}: the model's config names no quantization; "
+                f"{' and '.join(BITS)} quantize while loading"
             )
         return files.checkpoint
     if asked not in (None, quantization.method):
@@ -116,7 +121,7 @@ def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) ->
             f"--quantization={asked}, but the model's config.json says {quantization.method}: leave the "
             "flag out"
         )
-    log.info("the weights are quantized by %s: they are expanded while they are loaded", quantization)
+    log.info("the weights are quantized by %s", quantization)
     if files.checkpoint is None:
         return None
     if spec.names.stacked_experts and any(".experts.0." in name for name in files.checkpoint):
@@ -124,6 +129,19 @@ def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) ->
             f"{spec.family} with experts that {quantization.method} keeps apart is not supported"
         )
     return dequantized(files.checkpoint, quantization)
+
+
+def log_quantized(weights: Weights, token_bytes: int, dtype: np.dtype[Any]) -> None:
+    """`token_bytes`: of keys and values on each device."""
+    taken, as_floats = quantized_bytes(weights, dtype)
+    if taken:
+        log.info(
+            "%s of matrices stay quantized: as %s they would take %s, the place of %s more tokens",
+            shown_size(taken),
+            dtype,
+            shown_size(as_floats),
+            f"{(as_floats - taken) // token_bytes:,}",
+        )
 
 
 def describe_memory(engine: Engine) -> str:

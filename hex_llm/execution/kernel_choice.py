@@ -15,10 +15,13 @@ import numpy as np
 
 from hex_llm.kernels import cpu, cpu_experts, experts, gpu, gpu_experts, reference, tpu, tpu_experts
 from hex_llm.kernels.attention import PagedAttention
+from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import RoutedExperts
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Weights
+from hex_llm.models.quantized import Quantized
 from hex_llm.models.spec import ModelSpec
+from hex_llm.weights.grouped import Form
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ class Kernels(NamedTuple):
     page_width: int  # numbers of a key in its page
     max_single: int  # a step of so many tokens is as fast if each attends by itself
     lay_out: Callable[[Weights], Weights]  # loaded weights, whose matrices get the form that is multiplied
+    can_multiply: Callable[[Form], bool]  # a quantized matrix as it is
 
 
 class Devices(NamedTuple):
@@ -47,10 +51,13 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     panel_width = _panel_width(spec, devices)
     if panel_width is not None:
         lay_out = partial(_in_panels, width=panel_width)
-        return Kernels(cpu.paged_attention, cpu_experts.fused_moe, spec.head_dim, sys.maxsize, lay_out)
+        kernels = cpu.paged_attention, cpu_experts.fused_moe
+        return Kernels(*kernels, spec.head_dim, sys.maxsize, lay_out, _lies_in_panels)
     width = tpu.padded_head_dim(spec.head_dim) if _attends_on_tpu(spec, devices) else spec.head_dim
     attend, fused_moe = _attention(spec, devices), _experts(spec, devices)
-    return Kernels(attend, fused_moe, width, MAX_SINGLE, lambda weights: weights)
+    # On accelerators, expanding what is multiplied takes longer than reading floats.
+    is_cpu = devices.platform == "cpu"
+    return Kernels(attend, fused_moe, width, MAX_SINGLE, lambda weights: weights, lambda form: is_cpu)
 
 
 def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:
@@ -61,26 +68,56 @@ def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:
     return width if width is not None and spec.head_dim % (width // cpu.PANEL_VECTORS) == 0 else None
 
 
+def _lies_in_panels(form: Form) -> bool:
+    return cpu.quantized_panel_width() is not None and block_of(form.bits, form.group) is not None
+
+
 def _in_panels(weights: Weights, width: int) -> Weights:
     """The layers of the given weights are replaced one by one, so that they are in memory twice only one by
     one. Gates and ups [F, 2, D] are turned round, so that gates, and ups, lie side by side."""
 
     def is_changed(part: Any) -> bool:
-        return isinstance(part, Dense) or (isinstance(part, FeedForward) and part.router is not None)
+        return isinstance(part, Dense | Quantized) or (
+            isinstance(part, FeedForward) and part.router is not None
+        )
 
     def change(part: Any) -> Any:
         if isinstance(part, Dense):
             return cpu.to_panels(part.array, part.num_outputs, width, turned=part.num_outputs == 2)
+        if isinstance(part, Quantized):
+            return _quantized_panels(part)
         if not isinstance(part, FeedForward):
             return part
-        gate_up = tuple(change(Dense(one.swapaxes(0, 1), num_outputs=2)) for one in part.gate_up)
-        down = tuple(change(Dense(one)) for one in part.down)
+        gate_up = tuple(change(one) for one in _by_expert(part.gate_up, lambda array: array.swapaxes(0, 1)))
+        down = tuple(change(one) for one in _by_expert(part.down, lambda array: array))
         return replace(part, gate_up=gate_up, down=down, shared=everywhere(part.shared))
 
     everywhere = partial(jax.tree.map, change, is_leaf=is_changed)
     for i, layer in enumerate(weights.layers):
         weights.layers[i] = everywhere(layer)
     return replace(weights, embed=everywhere(weights.embed), head=everywhere(weights.head))
+
+
+def _quantized_panels(matrix: Quantized) -> QuantizedPanels:
+    width = cpu.quantized_panel_width()
+    assert width is not None, "quantized matrices were planned for a processor that does not multiply them"
+    return to_quantized_panels(
+        matrix.unpacked(),
+        matrix.scales,
+        matrix.offsets,
+        num_output_axes=matrix.num_outputs,
+        bits=matrix.bits,
+        zero=matrix.zero,
+        width=width,
+        turned=matrix.num_outputs == 2,
+    )
+
+
+def _by_expert(experts: Any, arrange: Callable[[jax.Array], jax.Array]) -> list[Any]:
+    """The matrices of experts [E, ...] one by one, with their arrays arranged."""
+    alone = replace(experts, num_outputs=experts.num_outputs - 1)
+    num = len(jax.tree.leaves(experts)[0])
+    return [jax.tree.map(lambda array, i=i: arrange(array[i]), alone) for i in range(num)]
 
 
 def _attention(spec: ModelSpec, devices: Devices) -> PagedAttention:

@@ -21,7 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
 from hex_llm.errors import ModelError
+from hex_llm.execution.weight_plan import WeightPlan
+from hex_llm.models.linear import Dense
 from hex_llm.models.params import Param, Piece, Weights, declared
+from hex_llm.models.quantized import pack, quantize
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import sharding
 from hex_llm.weights.checkpoint import Checkpoint, Slices
@@ -36,33 +39,48 @@ Read = Callable[[Piece, Slices], Array]  # a stretch of a piece's checkpoint ten
 
 
 def load_weights(
-    spec: ModelSpec, checkpoint: Checkpoint, mesh: Mesh, dtype: np.dtype[Any], progress: bool = False
+    plan: WeightPlan, checkpoint: Checkpoint, mesh: Mesh, dtype: np.dtype[Any], progress: bool = False
 ) -> Weights:
     """Names and shapes are checked for the whole model before the first tensor is read."""
-    params, tree = declared(spec)
+    params, checkpoint = declared(plan.weights), {**checkpoint, **plan.parts}
     check_room(params, mesh, dtype)
     _check(checkpoint, (piece for param in params for piece in param.pieces))
-    with ThreadPoolExecutor(NUM_READERS) as readers:
-        load = partial(_load, checkpoint=checkpoint, mesh=mesh, dtype=dtype)
-        loaded = readers.map(load, params)
-        arrays = list(tqdm(loaded, "Loading weights", len(params), disable=not progress, unit="tensor"))
-    weights: Weights = jax.tree.unflatten(tree, arrays)
-    return weights
+    return _made(plan, partial(_load, checkpoint=checkpoint, mesh=mesh, dtype=dtype), progress)
 
 
-def init_weights(spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any], seed: int) -> Weights:
+def init_weights(plan: WeightPlan, spec: ModelSpec, mesh: Mesh, dtype: np.dtype[Any], seed: int) -> Weights:
     """Random weights, made on the devices that will hold them."""
-    params, tree = declared(spec)
+    params = declared(plan.weights)
     check_room(params, mesh, dtype)
     key = jax.random.key(seed)
+    places = {id(param): i for i, param in enumerate(params)}
 
-    def make(i: int, param: Param) -> jax.Array:
+    def make(param: Param) -> jax.Array:
         placed = sharding(mesh, param.shape, param.axes)
         if param.norm:
             return jax.device_put(jnp.full(param.shape, 1 - spec.norm_offset, dtype), placed)
-        return _random(param.shape, dtype, placed)(jax.random.fold_in(key, i))
+        return _random(param.shape, dtype, placed)(jax.random.fold_in(key, places[id(param)]))
 
-    weights: Weights = jax.tree.unflatten(tree, [make(i, param) for i, param in enumerate(params)])
+    return _made(plan, make)
+
+
+def _made(plan: WeightPlan, make: Callable[[Param], jax.Array], progress: bool = False) -> Weights:
+    """The weights with what `make` makes of each parameter; what is to be quantized is, one by one."""
+
+    def is_part(node: Any) -> bool:
+        return isinstance(node, Param | Dense)
+
+    def make_part(part: Any) -> Any:
+        made = jax.tree.map(make, part, is_leaf=lambda leaf: isinstance(leaf, Param))
+        rounded_to = part.array.rounded_to if isinstance(part, Dense) else None
+        return made if rounded_to is None else quantize(made, *rounded_to)
+
+    parts, tree = jax.tree.flatten(plan.weights, is_leaf=is_part)
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        made = readers.map(make_part, parts)
+        weights: Weights = jax.tree.unflatten(
+            tree, list(tqdm(made, "Loading weights", len(parts), disable=not progress, unit="tensor"))
+        )
     return weights
 
 
@@ -79,8 +97,7 @@ def _random(
 def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> None:
     """Refuses weights that the devices cannot hold, before anything is allocated."""
     needed = sum(
-        math.prod(sharding(mesh, param.shape, param.axes).shard_shape(param.shape))
-        * (param.dtype or dtype).itemsize
+        math.prod(sharding(mesh, param.shape, param.axes).shard_shape(param.shape)) * _bits(param, dtype) // 8
         for param in params
     )
     free = free_bytes(list(mesh.local_devices))
@@ -89,6 +106,13 @@ def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> Non
             f"the weights need {needed / 2**30:,.1f} GiB on each of {mesh.size} device(s), which have "
             f"{free / 2**30:,.1f} GiB free: take a smaller model or --dtype, or raise --tensor_parallel_size"
         )
+
+
+def _bits(param: Param, dtype: np.dtype[Any]) -> int:
+    """Of each number, once it is loaded."""
+    if param.rounded_to is not None:
+        return param.rounded_to[0]
+    return 4 if param.packed else (param.dtype or dtype).itemsize * 8
 
 
 def free_bytes(devices: list[jax.Device]) -> int | None:
@@ -141,7 +165,8 @@ def _load(param: Param, checkpoint: Checkpoint, mesh: Mesh, dtype: np.dtype[Any]
             parts[key] = _assemble(param, bounds, read, dtype)
         return parts[key]
 
-    return jax.make_array_from_callback(param.shape, placed, part, dtype=dtype)
+    loaded = jax.make_array_from_callback(param.shape, placed, part, dtype=dtype)
+    return pack(loaded) if param.packed else loaded
 
 
 def _assemble(param: Param, index: Slices, read: Read, dtype: np.dtype[Any]) -> Array:

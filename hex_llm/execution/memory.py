@@ -28,8 +28,7 @@ def num_kv_blocks(
     if config.num_blocks is not None:
         return config.num_blocks + 1
     choice = Devices(devices[0].platform, len(devices), config.block_size, dtype)
-    width = choose_kernels(spec, choice).page_width
-    per_device = spec.num_kv_heads // len(devices) * width * 2 * dtype.itemsize * len(spec.layers)
+    per_device = token_bytes(spec, choice)
     needed = max_seqs * -(-spec.max_len // config.block_size)
     fitting = int(_room(config, devices)) // (per_device * config.block_size)
     if fitting < 1:
@@ -38,6 +37,12 @@ def num_kv_blocks(
             "no room for KV blocks after the weights"
         )
     return min(fitting, needed) + 1
+
+
+def token_bytes(spec: ModelSpec, devices: Devices) -> int:
+    """What the keys and values of a token take on each device."""
+    width = choose_kernels(spec, devices).page_width
+    return spec.num_kv_heads // devices.num * width * 2 * devices.dtype.itemsize * len(spec.layers)
 
 
 def _room(config: EngineConfig, devices: list[jax.Device]) -> float:
@@ -61,7 +66,7 @@ def account(
         "temporaries": temporaries,
         "free": free_bytes(devices),
     }
-    sizes = ", ".join(f"{name} {_size(n)}" for name, n in num_bytes.items() if n is not None)
+    sizes = ", ".join(f"{name} {shown_size(n)}" for name, n in num_bytes.items() if n is not None)
     num_usable = num_blocks - 1  # without that of padding
     return f"memory: {sizes}; {num_usable:,} blocks of {block_size}: {num_usable * block_size:,} tokens fit"
 
@@ -88,5 +93,5 @@ def bytes_on(device: jax.Device, arrays: Any) -> int:
     )
 
 
-def _size(num_bytes: int) -> str:
+def shown_size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:,.1f} MiB"

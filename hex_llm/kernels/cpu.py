@@ -1,6 +1,7 @@
 """Kernels of our own for one CPU, in float32: cpu.cc, compiled where there is a C++ compiler.
 
-Matrices lie in panels: [outputs / width, inputs, width], so that a product reads them in order.
+Matrices lie in panels: [outputs / width, inputs, width], so that a product reads them in order. For
+quantized ones see cpu_quantized.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -30,23 +32,29 @@ from hex_llm.kernels.reference import write_kv
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".cc")
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cc")))
+HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 # Left to itself, GCC moves the products of a tile round until its registers no longer suffice.
-FLAGS = ("-O3", "-march=native", "-fno-schedule-insns", "-std=c++17", "-shared", "-fPIC", "-w")
+FLAGS = ("-O3", "-march=native", "-fno-schedule-insns", "-std=c++17", "-fPIC", "-w")
 COMPILE_S = 120
 PANEL_VECTORS = 2  # in a panel's width; head sizes are whole vectors
 MATMUL, ATTENTION = "hex_llm_matmul", "hex_llm_attention"
+QUANTIZED_MATMUL = "hex_llm_quantized_matmul"
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Panels:
-    """A weight [*outputs, *inputs] cut into panels, both filled up with zeros to multiples of the width."""
+class PanelMatrix:
+    """A Matrix [*outputs, *inputs] (models/linear.py), cut into panels of some outputs each."""
 
-    panels: jax.Array  # [N, inputs, width]
-    outputs: tuple[int, ...] = field(metadata={"static": True})
-    num_inputs: int = field(metadata={"static": True})
-    turned: bool = field(default=False, metadata={"static": True})  # the two axes of outputs lie turned round
+    outputs: tuple[int, ...]
+    turned: bool  # the two axes of outputs lie turned round
+
+    @property
+    def width(self) -> int:
+        """Outputs of a panel."""
+        raise NotImplementedError
+
+    def _multiply(self, x: jax.Array, num_columns: int, gated: bool = False) -> jax.Array:
+        raise NotImplementedError
 
     def matmul(self, x: jax.Array) -> jax.Array:
         """x [T, inputs] -> [T, *outputs]."""
@@ -64,15 +72,29 @@ class Panels:
         both = both if bias is None else both + bias
         return activation(both[..., 0]) * both[..., 1]
 
-    def rows(self, which: jax.Array) -> jax.Array:
-        """[..., inputs]: the weights of some outputs."""
-        width = self.panels.shape[2]
-        return self.panels[which // width, : self.num_inputs, which % width]
-
     @property
     def can_gate(self) -> bool:
         """No panel has both gates and ups."""
-        return self.turned and self.outputs[0] % self.panels.shape[2] == 0
+        return self.turned and self.outputs[0] % self.width == 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Panels(PanelMatrix):
+    """Of float32; outputs and inputs are filled up with zeros to multiples of the width."""
+
+    panels: jax.Array  # [N, inputs, width]
+    outputs: tuple[int, ...] = field(metadata={"static": True})
+    num_inputs: int = field(metadata={"static": True})
+    turned: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def width(self) -> int:
+        return int(self.panels.shape[2])
+
+    def rows(self, which: jax.Array) -> jax.Array:
+        """[..., inputs]: the weights of some outputs."""
+        return self.panels[which // self.width, : self.num_inputs, which % self.width]
 
     def _multiply(self, x: jax.Array, num_columns: int, gated: bool = False) -> jax.Array:
         shape = jax.ShapeDtypeStruct((len(x), num_columns), jnp.float32)
@@ -109,17 +131,27 @@ def paged_attention(
     return out, pages
 
 
-@functools.cache
 def panel_width() -> int | None:
     """None: there are no kernels here. The first question compiles them, beside what XLA keeps of its own."""
+    return panel_widths()[0]
+
+
+def quantized_panel_width() -> int | None:
+    """None: or none for quantized matrices, for this processor does not multiply bytes."""
+    return panel_widths()[1]
+
+
+@functools.cache
+def panel_widths() -> tuple[int | None, int | None]:
     try:
         library = _load_library()
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("no CPU kernels, so the model runs about half as fast: %s", error)
-        return None
-    for name in (MATMUL, ATTENTION):
+        return None, None
+    quantized = int(library.hex_llm_quantized_panel_width()) or None
+    for name in (MATMUL, ATTENTION, *([QUANTIZED_MATMUL] if quantized else [])):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
-    return int(library.hex_llm_panel_width())
+    return int(library.hex_llm_panel_width()), quantized
 
 
 def claim_folder(folder: Path) -> bool:
@@ -147,10 +179,22 @@ def _compile(folder: Path) -> Path:
         raise FileNotFoundError("no C++ compiler is installed")
     path = folder / f"hex_llm-{_fingerprint(compiler)}.so"
     if not path.exists():
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(unfinished)]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-        unfinished.replace(path)
+        with tempfile.TemporaryDirectory(dir=folder) as parts, ThreadPoolExecutor() as compilers:
+
+            def run(output: str, *arguments: str) -> str:
+                command = [
+                    compiler,
+                    *FLAGS,
+                    f"-I{jax.ffi.include_dir()}",
+                    *arguments,
+                    "-o",
+                    f"{parts}/{output}",
+                ]
+                subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+                return command[-1]
+
+            objects = compilers.map(lambda source: run(f"{source.stem}.o", "-c", str(source)), SOURCES)
+            Path(run("whole", "-shared", *objects)).replace(path)
     return path
 
 
@@ -159,5 +203,6 @@ def _fingerprint(compiler: str) -> str:
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.exists() else [platform.processor()]
     features = {line for line in lines if line.startswith(("flags", "Features", "CPU part", "model name"))}
-    parts = [SOURCE.read_text(), compiler, *FLAGS, version("jaxlib"), platform.machine(), *sorted(features)]
+    texts = [source.read_text() for source in (*SOURCES, *HEADERS)]
+    parts = [*texts, compiler, *FLAGS, version("jaxlib"), platform.machine(), *sorted(features)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

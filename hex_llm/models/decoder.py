@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 def embed(spec: ModelSpec, weights: Weights, token_ids: jax.Array) -> jax.Array:
     """token_ids [T] -> [T, D]."""
-    x = weights.embed.rows(token_ids)
+    x = weights.embed.rows(token_ids).astype(weights.norm.dtype)
     return x if spec.embed_scale is None else x * jnp.asarray(spec.embed_scale, x.dtype)
 
 

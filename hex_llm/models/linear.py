@@ -1,9 +1,9 @@
 """The one place where activations meet weights.
 
 A matrix is a leaf of a model's tree of weights that multiplies itself, in whatever form it is held: `Dense`
-here, `Panels` in kernels/cpu.py. It is a pytree of its own, of one or several arrays. What a form must know
-of a step's rows is one more of its arrays, put there before the forward pass by a map over the tree's
-matrices, so that the decoder knows no form.
+here, `Quantized` in quantized.py, panels in kernels/cpu.py. It is a pytree of its own, of one or several
+arrays. What a form must know of a step's rows is one more of its arrays, put there before the forward pass by
+a map over the tree's matrices, so that the decoder knows no form.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class Dense:
 
     def rows(self, which: jax.Array) -> jax.Array:
         return self.array[which]
+
+    def expanded(self, dtype: DTypeLike) -> Dense:
+        """As floats, which it is made of already."""
+        return self
 
     @property
     def _outputs(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hex_llm.kernels.experts import Activation, ExpertOptions, RoutedExperts
 from hex_llm.models.linear import Dense, linear
@@ -31,4 +32,10 @@ def moe(
 ) -> jax.Array:
     """x [T, D], router [E, D], gate_up [E, 2, F, D], down [E, D, F] -> [T, D]."""
     chosen, scores = choose(linear(x, Dense(router)), experts)
+    gate_up, down = (_given(matrix, x.dtype) for matrix in (gate_up, down))
     return fused_moe(x, chosen, scores, gate_up, down, ExpertOptions(activation, experts.sigmoid_input))
+
+
+def _given(matrix: Any, dtype: DTypeLike) -> Any:
+    """What the kernel takes: an array, or what was laid out for it."""
+    return matrix if isinstance(matrix, tuple) else matrix.expanded(dtype).array

@@ -59,12 +59,14 @@ class Param:
     pieces: tuple[Piece, ...]
     dtype: np.dtype[Any] | None = None  # None: the model's; integers must be stored as they are declared
     norm: bool = False  # starts at one (less the family's offset) instead of random
+    rounded_to: tuple[int, int] | None = None  # bits, and inputs of a group: quantized so once it is loaded
+    packed: bool = False  # of whole numbers of 4 bits: two share a byte once they are loaded
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FeedForward:
-    """Of routed experts, `gate_up` and `down` are no Matrix but what kernels/experts.py takes."""
+    """Of routed experts, `gate_up` and `down` are given to a kernel (kernels/experts.py)."""
 
     gate_up: Any  # Matrix [F, 2, D], or [E, 2, F, D]
     down: Any  # Matrix [D, F], or [E, D, F]
@@ -114,9 +116,9 @@ def abstract_weights(spec: ModelSpec) -> Weights:
     )
 
 
-def declared(spec: ModelSpec) -> tuple[list[Param], jax.tree_util.PyTreeDef]:
-    """The parameters in the tree's order, and the tree to put the loaded ones back into."""
-    return jax.tree.flatten(abstract_weights(spec), is_leaf=lambda leaf: isinstance(leaf, Param))
+def declared(weights: Weights) -> list[Param]:
+    """The parameters in the tree's order."""
+    return jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
 def _whole(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Param:
@@ -210,8 +212,8 @@ def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
     pieces = _stacked if spec.names.stacked_experts else _apart
     gate_up, down = pieces(spec.names, prefix + "experts", num, size, width)
     return FeedForward(
-        gate_up=Param((num, 2, size, width), (None, None, "ffn", None), gate_up),
-        down=Param((num, width, size), (None, None, "ffn"), down),
+        gate_up=Dense(Param((num, 2, size, width), (None, None, "ffn", None), gate_up), num_outputs=3),
+        down=Dense(Param((num, width, size), (None, None, "ffn"), down), num_outputs=2),
         router=_whole(f"{prefix}{spec.names.router}.weight", (num, width), (None, None)),
         shared=None if shared is None else _dense(spec, prefix + "shared_expert.", shared),
     )

@@ -20,6 +20,8 @@ import numpy as np
 
 from hex_llm.errors import ModelError
 from hex_llm.weights.checkpoint import Slices
+from hex_llm.weights.gguf_blocks import BLOCKS, Blocks
+from hex_llm.weights.grouped import Form
 
 Array = np.ndarray[Any, Any]
 Metadata = Mapping[str, Any]  # scalars and strings as Python values, arrays as list[str] or numpy arrays
@@ -95,16 +97,52 @@ class GGUFTensor:
         start, stop, _ = columns.indices(self.shape[-1])
         if not rows.size or start >= stop:
             return np.zeros((rows.size, max(stop - start, 0)), _PLAIN.get(self.format.name, np.float32))
-        block, size = self.format.block, self.format.size
+        first = start // self.format.block
+        values = _values(self._raw(rows, slice(first, first + self._num_blocks(start, stop))), self.format)
+        values = values[:, start - first * self.format.block : stop - first * self.format.block]
+        return values - np.float32(self.added) if self.added else np.ascontiguousarray(values)
+
+    @property
+    def form(self) -> Form | None:
+        """See grouped.GroupedTensor."""
+        is_plain = self.format.name not in BLOCKS or len(self.shape) != 2 or self.added
+        return None if is_plain else BLOCKS[self.format.name][0]
+
+    def read_codes(self, index: Slices) -> Array:
+        start, stop, _ = index[1].indices(self.shape[1])
+        blocks, first = self._blocks(index[0], start, stop)
+        codes = blocks.codes.reshape(-1, blocks.codes.shape[1] * self._num_blocks(start, stop))
+        return np.ascontiguousarray(codes[:, start - first : stop - first])
+
+    def read_scales(self, rows: slice, inputs: Array) -> Array:
+        return self._of_groups("scales", rows, inputs)
+
+    def read_offsets(self, rows: slice, inputs: Array) -> Array:
+        return self._of_groups("offsets", rows, inputs)
+
+    def _of_groups(self, part: str, rows: slice, inputs: Array) -> Array:
+        start, stop = int(inputs[0]), int(inputs[-1]) + 1
+        blocks, first = self._blocks(rows, start, stop)
+        numbers: Array = getattr(blocks, part)
+        groups = numbers.reshape(-1, numbers.shape[1] * self._num_blocks(start, stop))
+        return groups.take((inputs - first) // BLOCKS[self.format.name][0].group, axis=1)
+
+    def _num_blocks(self, start: int, stop: int) -> int:
+        return -(-stop // self.format.block) - start // self.format.block
+
+    def _blocks(self, rows: slice, start: int, stop: int) -> tuple[Blocks, int]:
+        """Those that hold these inputs of some rows, and where the first begins."""
+        first = start // self.format.block
+        raw = self._raw(self._rows_in_file(rows), slice(first, first + self._num_blocks(start, stop)))
+        take_apart = BLOCKS[self.format.name][1]
+        return take_apart(raw.reshape(-1, self.format.size)), first * self.format.block
+
+    def _raw(self, rows: Array, blocks: slice) -> Array:
+        """The bytes [rows, ...] of these rows of the file and blocks of each."""
         low, high = int(rows.min()), int(rows.max()) + 1
         raw = self._bytes(low, high).reshape(high - low, self.row_bytes)
-        first = start // block
-        raw = raw[:, first * size : -(-stop // block) * size]
-        if self.heads:
-            raw = raw[rows - low]
-        values = _values(np.ascontiguousarray(raw), self.format)
-        values = values[:, start - first * block : stop - first * block]
-        return values - np.float32(self.added) if self.added else np.ascontiguousarray(values)
+        raw = raw[:, blocks.start * self.format.size : blocks.stop * self.format.size]
+        return np.ascontiguousarray(raw[rows - low] if self.heads else raw)
 
     def _bytes(self, low: int, high: int) -> Array:
         out = np.empty((high - low) * self.row_bytes, np.uint8)

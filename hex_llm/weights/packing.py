@@ -15,6 +15,7 @@ import numpy as np
 
 from hex_llm.errors import ModelError
 from hex_llm.weights.checkpoint import Slices
+from hex_llm.weights.grouped import Form
 from hex_llm.weights.safetensors import INTEGERS, SafeTensor
 
 Array = np.ndarray[Any, Any]
@@ -158,9 +159,50 @@ class QuantizedTensor:
             raise ModelError(f"{self.name} is quantized: it cannot be read as {integers.name}")
         return self.unpack(index).expand()
 
+    @property
+    def form(self) -> Form | None:
+        """See grouped.GroupedTensor. None: codes of floats or of a table, or groups that are not in order."""
+        if self.table is not None or self.groups is not None:
+            return None
+        if isinstance(self.codes, Packed):
+            bits = self.codes.bits
+        elif isinstance(self.codes, Plain) and self.codes.tensor.dtype == "I8":
+            bits = 8
+        else:
+            return None
+        if isinstance(self.zeros, int):
+            return Form(bits, self.block[1], zero=self.zeros - self._moved)
+        return Form(bits, self.block[1], has_offsets=True)
+
+    @property
+    def _moved(self) -> int:
+        """What codes of 8 bits are less than in the file, where they have no sign."""
+        return 128 if isinstance(self.codes, Packed) and self.codes.bits == 8 else 0
+
+    def read_codes(self, index: Slices) -> Array:
+        codes = self.codes.read(*self._bounds(index))
+        return (codes ^ 128).view(np.int8) if self._moved else codes
+
+    def read_scales(self, rows: slice, inputs: Array) -> Array:
+        return self._groups_at(self.scales, rows, inputs) * F32.type(self.unit)
+
+    def read_offsets(self, rows: slice, inputs: Array) -> Array:
+        assert not isinstance(self.zeros, int), f"{self.name} has no offsets"
+        zeros = self._groups_at(self.zeros, rows, inputs) - self._moved
+        return -zeros * self.read_scales(rows, inputs)
+
+    def _groups_at(self, grid: Grid, rows: slice, inputs: Array) -> Array:
+        in_rows, group_rows = _within(np.arange(rows.start, rows.stop) // self.block[0])
+        in_columns, group_columns = _within(inputs // self.block[1])
+        return grid.read(group_rows, group_columns).astype(F32)[in_rows][:, in_columns]
+
+    def _bounds(self, index: Slices) -> tuple[slice, slice]:
+        rows, columns = (slice(*cut.indices(size)[:2]) for cut, size in zip(index, self.shape, strict=True))
+        return rows, columns
+
     def unpack(self, index: Slices) -> Unpacked:
         """What the file holds of the stretch, groups that it cuts included whole."""
-        rows, columns = (slice(*cut.indices(size)[:2]) for cut, size in zip(index, self.shape, strict=True))
+        rows, columns = self._bounds(index)
         in_rows, group_rows = _within(np.arange(rows.start, rows.stop) // self.block[0])
         in_columns, group_columns = _within(self._groups_of(columns))
         zeros = self.zeros

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hex_llm.errors import ModelError
 from hex_llm.models.hf_config import shown
 from hex_llm.weights.checkpoint import Checkpoint
 from hex_llm.weights.packing import E2M1, F32, Exponents, Grid, Nested, Packed, Plain, QuantizedTensor, stored
 from hex_llm.weights.quantization import Quantization, Scheme
-from hex_llm.weights.safetensors import FLOATS, SafeTensor
+from hex_llm.weights.safetensors import FLOATS, INTEGERS, SafeTensor
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 BYTES = ("I8", "U8", *FP8)
@@ -136,7 +138,6 @@ def _gptq(module: _Module, scheme: Scheme) -> QuantizedTensor:
     words, shifts = module.matrix("qweight", "I32"), _in_order(scheme.bits)
     inputs, outputs = words.shape[0] * len(shifts), words.shape[1]
     size = module.divided(scheme.block[1], inputs)
-    groups = module.optional("g_idx")
     zeros = module.shaped(module.matrix("qzeros", "I32"), inputs // size, -(-outputs // len(shifts)))
     return QuantizedTensor(
         module.name,
@@ -145,8 +146,18 @@ def _gptq(module: _Module, scheme: Scheme) -> QuantizedTensor:
         Plain(module.scales((inputs // size, outputs), "scales"), transposed=True),
         (1, size),
         Packed(zeros, scheme.bits, shifts, axis=1, transposed=True, added=scheme.zeros_less),
-        groups and module.shaped(groups, inputs),
+        _act_order(module, "g_idx", inputs, size),
     )
+
+
+def _act_order(module: _Module, name: str, inputs: int, size: int) -> SafeTensor | None:
+    """The group of each input; None: they are in order, as they are in most files that have this tensor."""
+    groups = module.optional(name)
+    if groups is None:
+        return None
+    groups = module.shaped(groups, inputs)
+    is_in_order = groups.dtype in INTEGERS and (stored(groups) == np.arange(inputs) // size).all()
+    return None if is_in_order else groups
 
 
 def _in_order(bits: int) -> tuple[int, ...]:
@@ -164,7 +175,6 @@ def _compressed_packed(module: _Module, scheme: Scheme) -> QuantizedTensor:
     outputs, inputs = _shape_of(module)
     size = module.divided(scheme.block[1], inputs)
     zeros = _zeros(module, scheme)
-    groups = module.optional("weight_g_idx")
     return QuantizedTensor(
         module.name,
         (outputs, inputs),
@@ -176,7 +186,7 @@ def _compressed_packed(module: _Module, scheme: Scheme) -> QuantizedTensor:
         else Packed(
             module.shaped(zeros, -(-outputs // len(shifts)), inputs // size), scheme.bits, shifts, axis=0
         ),
-        groups and module.shaped(groups, inputs),
+        _act_order(module, "weight_g_idx", inputs, size),
     )
 
 

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from hex_llm.errors import ModelError
 from hex_llm.execution import load
 from hex_llm.execution.load import check_room, init_weights, load_weights
+from hex_llm.execution.weight_plan import WeightPlan, plan_weights
 from hex_llm.models import params
 from hex_llm.models.families import model_spec
 from hex_llm.models.linear import Dense
@@ -70,7 +71,7 @@ class Memory:
 
 
 def params_of(spec: ModelSpec) -> list[Param]:
-    return declared(spec)[0]
+    return declared(params.abstract_weights(spec))
 
 
 def checkpoint_of(spec: ModelSpec) -> dict[str, Memory]:
@@ -147,7 +148,7 @@ def assert_feed_forward(ours: FeedForward, judge: Judge, prefix: str) -> None:
 def test_every_device_holds_its_slice_and_no_byte_is_read_twice(family: str, devices: int) -> None:
     spec, mesh = spec_of(family).split_over(devices), make_mesh(devices)
     checkpoint = checkpoint_of(spec)
-    weights = load_weights(spec, checkpoint, mesh, F32)
+    weights = load_weights(plan_weights(spec), checkpoint, mesh, F32)
     judge, names = Judge(spec, checkpoint), spec.names
     assert_same(weights.embed, judge(names.prefix + "embed_tokens.weight"))
     assert_same(weights.norm, judge(names.prefix + "norm.weight"))
@@ -169,14 +170,16 @@ def test_every_device_holds_its_slice_and_no_byte_is_read_twice(family: str, dev
 
 
 def test_split_parameters_are_split() -> None:
-    weights = load_weights(spec := spec_of("llama").split_over(8), checkpoint_of(spec), make_mesh(8), F32)
+    weights = load_weights(
+        plan_weights(spec := spec_of("llama").split_over(8)), checkpoint_of(spec), make_mesh(8), F32
+    )
     layer = weights.layers[0]
     split = (weights.embed, layer.qkv, layer.qkv_bias, layer.out, layer.ffn.gate_up, layer.ffn.down)
     for array in jax.tree.leaves(split):
         assert math.prod(array.addressable_shards[0].data.shape) * 8 == array.size
 
 
-def test_the_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worked_example() -> None:
     """Of params.py: a family declares it so, and these are the stretches that are read."""
     example = doctest.DocTestParser().get_doctest(params.__doc__, vars(params), "example", None, None)
     assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
@@ -196,8 +199,7 @@ def test_the_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
 
     checkpoint = {piece.name: Noted(np.ones(piece.shape, F32)) for piece in qkv.pieces}
     name_of = {tensor: name for name, tensor in checkpoint.items()}
-    monkeypatch.setattr(load, "declared", lambda _: ([qkv], jax.tree.structure(0)))
-    load_weights(spec, checkpoint, make_mesh(2), F32)
+    load_weights(WeightPlan(qkv), checkpoint, make_mesh(2), F32)  # type: ignore[arg-type]
     second = {("q_proj", 8, 16), ("k_proj", 4, 8), ("v_proj", 4, 8)}
     assert read == {("q_proj", 0, 8), ("k_proj", 0, 4), ("v_proj", 0, 4)} | second
 
@@ -218,7 +220,7 @@ def test_a_missing_tensor_is_named_before_anything_is_read(family: str) -> None:
         checkpoint = checkpoint_of(spec)
         del checkpoint[name]
         with pytest.raises(ModelError) as caught:
-            load_weights(spec, checkpoint, make_mesh(1), F32)
+            load_weights(plan_weights(spec), checkpoint, make_mesh(1), F32)
         assert f"lacks {name}:" in str(caught.value)
         assert not any(tensor.reads.any() for tensor in checkpoint.values())
 
@@ -228,7 +230,7 @@ def test_a_wrong_shape_is_named_with_the_right_one(shape: tuple[int, ...]) -> No
     spec, name = spec_of("llama"), "model.layers.1.self_attn.q_proj.weight"
     checkpoint = {**checkpoint_of(spec), name: Memory(np.zeros(shape, F32))}
     with pytest.raises(ModelError) as caught:
-        load_weights(spec, checkpoint, make_mesh(1), F32)
+        load_weights(plan_weights(spec), checkpoint, make_mesh(1), F32)
     said = f"{name} has shape {list(shape)}, but config.json asks for {[HEADS * HEAD, WIDTH]}"
     assert str(caught.value).startswith(said)
 
@@ -241,7 +243,7 @@ def test_an_error_of_a_reader_comes_through() -> None:
     spec = spec_of("llama")
     checkpoint = {**checkpoint_of(spec), "model.norm.weight": Broken(np.zeros(WIDTH, F32))}
     with pytest.raises(ModelError, match="cut short"):
-        load_weights(spec, checkpoint, make_mesh(4), F32)
+        load_weights(plan_weights(spec), checkpoint, make_mesh(4), F32)
 
 
 @pytest.mark.parametrize("stored", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"])
@@ -251,7 +253,9 @@ def test_values_are_converted(stored: str, wanted: str) -> None:
     checkpoint = checkpoint_of(spec)
     for tensor in checkpoint.values():
         tensor.values = tensor.values.astype(np.dtype(getattr(ml_dtypes, stored, stored)))
-    weights = load_weights(spec, checkpoint, make_mesh(1), np.dtype(getattr(ml_dtypes, wanted, wanted)))
+    weights = load_weights(
+        plan_weights(spec), checkpoint, make_mesh(1), np.dtype(getattr(ml_dtypes, wanted, wanted))
+    )
     values = checkpoint["model.embed_tokens.weight"].values
     embed = weights.embed.array
     assert embed.dtype == wanted
@@ -259,9 +263,7 @@ def test_values_are_converted(stored: str, wanted: str) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_parameters_have_the_types_that_they_declare(
-    devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_have_the_types_that_they_declare(devices: int, tmp_path: Path) -> None:
     """Of a real file: integers as they are stored, floats in the declared type or in the model's."""
     stored = {
         "packed": np.random.default_rng(0).integers(-(2**31), 2**31, (8, 6), np.int32),
@@ -283,10 +285,10 @@ def test_parameters_have_the_types_that_they_declare(
         }
 
     def loaded(**types: Any) -> Any:
-        tree = jax.tree.flatten(params_of_types(**types), is_leaf=lambda leaf: isinstance(leaf, Param))
-        monkeypatch.setattr(load, "declared", lambda _: tree)
-        half = np.dtype(ml_dtypes.bfloat16)
-        return load_weights(spec_of("llama"), open_safetensors(tmp_path), make_mesh(devices), half)
+        plan: Any = WeightPlan(params_of_types(**types))  # type: ignore[arg-type]
+        return load_weights(
+            plan, open_safetensors(tmp_path), make_mesh(devices), np.dtype(ml_dtypes.bfloat16)
+        )
 
     arrays = loaded(**held)
     assert_same(arrays["packed"], stored["packed"])
@@ -320,7 +322,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_made() -> None:
     spec = model_spec(config | {"hidden_size": 1 << 17, "intermediate_size": 1 << 19})
     for devices in (1, 8):
         with pytest.raises(ModelError) as caught:
-            init_weights(spec.split_over(devices), make_mesh(devices), F32, 0)
+            init_weights(plan_weights(held := spec.split_over(devices)), held, make_mesh(devices), F32, 0)
         message = str(caught.value)
         needed = re.match(
             rf"the weights need ([\d,.]+) GiB on each of {devices} device\(s\), .* GiB free", message
@@ -329,13 +331,13 @@ def test_what_cannot_fit_is_refused_before_anything_is_made() -> None:
         assert float(needed[1].replace(",", "")) == pytest.approx(total / devices, rel=1e-3)
         assert message.isprintable()
     with pytest.raises(ModelError, match="GiB"):
-        load_weights(spec, {}, make_mesh(1), F32)
+        load_weights(plan_weights(spec), {}, make_mesh(1), F32)
 
 
 def test_room_is_what_the_fullest_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("llama-mqa").split_over(4)
     all_params, mesh = params_of(spec), make_mesh(4)
-    shards = load_weights(spec, checkpoint_of(spec), mesh, F32)
+    shards = load_weights(plan_weights(spec), checkpoint_of(spec), mesh, F32)
     needed = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(shards))
     for free in (needed, None):
         devices: Any = [Device(needed + 9), Device(free)]
@@ -358,8 +360,8 @@ def leaves(weights: Any) -> list[np.ndarray]:
 @pytest.mark.parametrize("family", ["llama-mha", "gemma2"])
 def test_random_weights(family: str) -> None:
     spec, mesh = spec_of(family), make_mesh(4)
-    one, other = (leaves(init_weights(spec, make_mesh(1), F32, seed)) for seed in (1, 2))
-    four = init_weights(spec, mesh, F32, 1)
+    one, other = (leaves(init_weights(plan_weights(spec), spec, make_mesh(1), F32, seed)) for seed in (1, 2))
+    four = init_weights(plan_weights(spec), spec, mesh, F32, 1)
     for a, b, param in zip(one, leaves(four), params_of(spec), strict=True):
         np.testing.assert_array_equal(a, b)
         assert a.shape == param.shape
@@ -368,7 +370,7 @@ def test_random_weights(family: str) -> None:
         else:
             assert np.std(a) == pytest.approx(load.INIT_SCALE, rel=0.3)
     assert any((a != b).any() for a, b in zip(one, other, strict=True))
-    loaded = load_weights(spec, checkpoint_of(spec), mesh, F32)
+    loaded = load_weights(plan_weights(spec), checkpoint_of(spec), mesh, F32)
     for ours, theirs in zip(jax.tree.leaves(four), jax.tree.leaves(loaded), strict=True):
         assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)

@@ -70,9 +70,9 @@ def test_gated(num_rows: int) -> None:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """What is known about the kernels, during the test."""
-    cpu.panel_width.cache_clear()
+    cpu.panel_widths.cache_clear()
     yield
-    cpu.panel_width.cache_clear()
+    cpu.panel_widths.cache_clear()
 
 
 def test_without_a_compiler(
@@ -112,9 +112,9 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pat
     monkeypatch.setattr(cpu.subprocess, "run", compile_nothing)
     before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "kept"))
-    cpu.panel_width.cache_clear()
+    cpu.panel_widths.cache_clear()
     yield paths
-    cpu.panel_width.cache_clear()
+    cpu.panel_widths.cache_clear()
     jax.config.update("jax_compilation_cache_dir", before)
 
 

@@ -15,7 +15,7 @@ from hex_llm.engine.engine import Engine
 from hex_llm.execution.batch import StepShape
 from hex_llm.models import decoder
 from hex_llm.models.families import model_spec
-from hex_llm.models.params import declared
+from hex_llm.models.params import abstract_weights, declared
 from hex_llm.types import Request
 from tests.engine.driving import drive
 from tests.tiny import FAMILIES, Tiny, greedy
@@ -75,7 +75,7 @@ RARE = {
 def shards(tiny: Tiny) -> set[tuple[tuple[int, ...], tuple[str | None, ...]]]:
     """The shapes and logical axes of the parameters."""
     config = {**tiny.config().to_dict(), "architectures": [tiny.architecture]}
-    params, _ = declared(model_spec(config).split_over(tiny.devices))
+    params = declared(abstract_weights(model_spec(config).split_over(tiny.devices)))
     return {(param.shape, param.axes) for param in params}
 
 
@@ -115,7 +115,13 @@ def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.n
 
 
 def check_logits(
-    folder: Path, devices: int, prompt: list[int], prompt_logits: np.ndarray, decoded: np.ndarray
+    folder: Path,
+    devices: int,
+    prompt: list[int],
+    prompt_logits: np.ndarray,
+    decoded: np.ndarray,
+    tolerance: float = TOLERANCE,
+    **flags: Any,
 ) -> LLM:
     """Those of a prompt and of NUM_COMPARED choices after it are the judge's."""
     llm = LLM(
@@ -125,10 +131,11 @@ def check_logits(
         num_blocks=128,
         skip_tokenizer_init=True,
         tensor_parallel_size=devices,
+        **flags,
     )
     ours, chosen = run_with_logits(llm.engine, prompt)
-    np.testing.assert_allclose(ours, prompt_logits, atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose(chosen, decoded[:NUM_COMPARED], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(ours, prompt_logits, atol=tolerance, rtol=0)
+    np.testing.assert_allclose(chosen, decoded[:NUM_COMPARED], atol=tolerance, rtol=0)
     return llm
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hex_llm.models.families import model_spec
-from hex_llm.models.params import declared
+from hex_llm.models.params import abstract_weights, declared
 
 FIELDS = (
     "hidden_size",
@@ -65,7 +65,7 @@ PUBLISHED: list[tuple[str, str, tuple[int, ...], dict[str, Any], int]] = [
 
 
 def num_parameters(config: dict[str, Any], devices: int = 1) -> int:
-    params, _ = declared(model_spec(config).split_over(devices))
+    params = declared(abstract_weights(model_spec(config).split_over(devices)))
     return sum(math.prod(param.shape) for param in params)
 
 

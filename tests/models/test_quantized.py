@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from hex_llm.config import EngineConfig
 from hex_llm.engine.loading import open_checkpoint, open_files
 from hex_llm.errors import ConfigError, ModelError
+from hex_llm.execution.weight_plan import plan_weights
 from hex_llm.models.families import model_spec
 from hex_llm.weights.checkpoint import Checkpoint
 from tests.engine.driving import make_config
-from tests.models.test_families import NUM_COMPARED, check_logits
-from tests.tiny import LLAMA4, MOE, Tiny, greedy
+from tests.models.test_families import NUM_COMPARED, TOLERANCE, check_logits
+from tests.tiny import BASE, LLAMA4, MOE, Tiny, greedy
 from tests.weights.packers import FORMATS, Format
 
 BY_NAME = {form.name: form for form in FORMATS}
@@ -52,11 +54,16 @@ def quantize(folder: Path, form: Format) -> Path:
     return beside
 
 
-def check(folder: Path, judge: Any, prompt: list[int], devices: int) -> None:
+# One CPU multiplies whole numbers of 16 bits, where floats have 24; several expand the weights in each step.
+IN_WHOLE_NUMBERS = 5e-3
+
+
+def check(folder: Path, judge: Any, prompt: list[int], devices: int, **flags: Any) -> None:
     out = greedy(judge, prompt, NUM_COMPARED, output_logits=True, return_dict_in_generate=True)
     with torch.no_grad():
         prompt_logits = judge(torch.tensor([prompt])).logits[0].numpy()
-    check_logits(folder, devices, prompt, prompt_logits, torch.cat(out.logits).numpy())
+    tolerance = IN_WHOLE_NUMBERS if devices == 1 else TOLERANCE
+    check_logits(folder, devices, prompt, prompt_logits, torch.cat(out.logits).numpy(), tolerance, **flags)
 
 
 def check_tiny(tiny: Tiny, form: Format, folder: Path, *device_counts: int) -> None:
@@ -95,6 +102,48 @@ def test_a_model_that_transformers_quantized(tmp_path: Path) -> None:
     )
     judge.save_pretrained(tmp_path / "model")
     check(tmp_path / "model", judge, LLAMA.prompt(), 1)
+
+
+@pytest.mark.parametrize(("flag", "devices"), [("int8", 1), ("int4", 4)])
+@pytest.mark.parametrize("tiny", [LLAMA, MIXTRAL], ids=lambda tiny: tiny.name)
+def test_plain_models_are_quantized_while_they_are_loaded(
+    tiny: Tiny, flag: str, devices: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By numpy here: int8 on both sides of zero, int4 between the lowest and the highest of 32."""
+    tiny.save(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    rounded = {
+        name: rounded_by_groups(weight, flag, devices, name) if QUANTIZED.fullmatch(name) else weight
+        for name, weight in weights.items()
+    }
+    (tmp_path / "rounded").mkdir()
+    save_file(rounded, tmp_path / "rounded" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "rounded" / "config.json").write_bytes((tmp_path / "model" / "config.json").read_bytes())
+    judge = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "rounded", dtype=torch.float32, attn_implementation="eager"
+    )
+    with caplog.at_level(logging.INFO):
+        check(tmp_path / "model", judge, tiny.prompt(), devices, quantization=flag)
+    assert re.search(r"MiB of matrices stay quantized: as float32 they would take [\d.]+ MiB", caplog.text)
+
+
+def rounded_by_groups(weight: torch.Tensor, flag: str, devices: int, name: str) -> torch.Tensor:
+    """A group lies on one device and in one head."""
+    last = SIZES["hidden_size"] // 4 if name.endswith("o_proj.weight") else weight.shape[1]
+    last = last // devices if name.endswith(("down_proj.weight", "w2.weight")) else last
+    groups = weight.reshape(len(weight), -1, math.gcd({"int8": 128, "int4": 32}[flag], last))
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    if flag == "int8":
+        low, scale = torch.zeros_like(low), groups.abs().amax(-1, keepdim=True) / 127
+    else:
+        scale = (high - low) / 15
+    return (torch.round((groups - low) / scale) * scale + low).reshape(weight.shape)
+
+
+def test_where_there_is_no_kernel_the_flag_is_refused() -> None:
+    spec = model_spec({"architectures": ["LlamaForCausalLM"], **BASE})
+    with pytest.raises(ConfigError, match="--quantization=int4: there is no kernel for it"):
+        plan_weights(spec, keeps=lambda form: form.bits == 8, quantization="int4")
 
 
 @pytest.fixture(scope="module")

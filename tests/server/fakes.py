@@ -112,7 +112,7 @@ class Speaker(FakeBackend):
             yield Update(request.request_id, index, finish_reason=reason)
 
 
-def seconds_until_gone(processes: Iterable[psutil.Process], limit_s: float = 5) -> float:
+def seconds_until_gone(processes: Iterable[psutil.Process], limit_s: float = 10) -> float:
     """Zombies are gone: who must reap an orphan is none of ours."""
     started = time.monotonic()
     while any(map(_is_alive, processes)):

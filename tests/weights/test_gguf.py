@@ -21,9 +21,12 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ModelError
 from hex_llm.weights.gguf import GGUFFile, gguf_tokenizer, open_gguf
+from hex_llm.weights.gguf_blocks import BLOCKS
 from hex_llm.weights.gguf_reader import FORMATS
+from hex_llm.weights.grouped import Form, form_of
 from hex_llm.weights.source import fetch
 from tests.weights.gguf_files import convert, encode, random_model, write
+from tests.weights.grouped import assert_parts_give_the_same
 
 ALL = (slice(None), slice(None))
 GEMMA = {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
@@ -72,6 +75,33 @@ def test_every_tensor_of_the_default_model(default_model: Path) -> None:
     assert set(weights) == set(file.checkpoint)
     for name, tensor in file.checkpoint.items():
         np.testing.assert_array_equal(whole(tensor), weights[name], err_msg=name)
+
+
+def test_parts_for_products(default_model: Path) -> None:
+    checkpoint = open_gguf(default_model).checkpoint
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):
+        tensor = checkpoint[f"model.layers.3.{name}.weight"]
+        assert form_of(tensor) == Form(4, 32, has_offsets=True)
+        for rows in (slice(None), slice(7, 77)):
+            assert_parts_give_the_same(tensor, (rows, slice(None)), 32)
+            assert_parts_give_the_same(tensor, (rows, slice(48, 208)), 16)
+    assert_parts_give_the_same(checkpoint["model.embed_tokens.weight"], (slice(9, 700), slice(None)), 32)
+    assert form_of(checkpoint["model.norm.weight"]) is None
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_what_the_package_makes_of_them(name: str) -> None:
+    form, take_apart = BLOCKS[name]
+    layout = next(one for one in FORMATS.values() if one.name == name)
+    raw = np.random.default_rng(0).integers(0, 256, (200, layout.size), dtype=np.uint8)
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = gguf.quants.dequantize(raw.reshape(-1), Q[name]).reshape(200, layout.block)
+        codes, scales, offsets = take_apart(raw)
+        values = (codes.reshape(200, -1, form.group).astype(np.float32) - form.zero) * scales[..., None]
+        values = values if offsets is None else values + offsets[..., None]
+    assert codes.dtype == form.dtype
+    assert (offsets is not None) == form.has_offsets
+    np.testing.assert_array_equal(values.reshape(200, -1), expected)
 
 
 def test_the_default_model_is_read_in_time(default_model: Path) -> None:

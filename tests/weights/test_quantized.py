@@ -21,6 +21,7 @@ from hex_llm.weights.packing import QuantizedTensor
 from hex_llm.weights.quantization import METHODS, quantization_of
 from hex_llm.weights.quantized import dequantized, mxfp4
 from hex_llm.weights.safetensors import SafeTensor, open_safetensors
+from tests.weights.grouped import assert_parts_give_the_same
 from tests.weights.packers import FORMATS, Format, Parts, bnb_4bit
 
 SHAPE = (96, 128)
@@ -342,3 +343,16 @@ def test_any_config_is_read_or_refused(method: str, values: dict[str, Any]) -> N
         assert found.method in str(found)
     assert len(message) < 300
     assert message.isprintable()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_parts_for_products(form: Format, folder: Callable[[Format], Path]) -> None:
+    """Whole numbers in groups that are in order have them; floats, tables and act-order are expanded."""
+    tensor = opened(folder(form), form.config)[f"{NAME}.weight"]
+    if tensor.form is None:
+        assert any(mark in form.name for mark in ("fp8", "float", "nf4", "fp4", "act"))
+        return
+    assert not any(mark in form.name for mark in ("fp8", "float", "nf4", "fp4", "act"))
+    for rows in (slice(None), slice(5, 40), slice(95, 96)):
+        assert_parts_give_the_same(tensor, (rows, slice(None)), tensor.form.group)
+        assert_parts_give_the_same(tensor, (rows, slice(32, 112)), 16)

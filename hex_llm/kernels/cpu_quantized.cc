@@ -1,0 +1,251 @@
+// x [m, k] times quantized weights [n, k] transposed, as whole numbers of a byte: a processor multiplies four times
+// as many of these at once as floats, and few bits come from memory.
+//
+// Rows of x are rounded to 16 bits, block by block of inputs, and lie as two bytes of each number: what that loses is
+// less than what summing in float32 does, so no row's tokens depend on it. A weight is (code - zero) * scale + offset,
+// with scales and offsets for groups of blocks. Of a panel and a block, codes lie as [block / 4][kVectors][kLanes][4]:
+// each vector has four inputs of kLanes outputs. Of 4 bits, the block's second half lies above the first.
+
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "cpu_common.h"
+
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define HEX_LLM_MULTIPLIES_BYTES 1
+#include <arm_neon.h>
+#elif defined(__AVX2__) && defined(__F16C__)
+#define HEX_LLM_MULTIPLIES_BYTES 1
+#include <immintrin.h>
+#endif
+
+#ifndef HEX_LLM_MULTIPLIES_BYTES
+extern "C" int hex_llm_quantized_panel_width() { return 0; }
+#else
+
+namespace {
+
+// ---- what the processors have of their own: vectors of kWide numbers, and a product of bytes
+
+#if defined(__aarch64__)
+constexpr int kWide = 4, kTile = 4;  // rows at a time: their sums and a vector's weights fit into the registers
+#else
+constexpr int kWide = 8, kTile = 2;
+#endif
+constexpr int kVectors = 2, kPanel = kVectors * kWide;
+constexpr int kBlockRows = 24;
+typedef float Floats __attribute__((vector_size(kWide * sizeof(float)), aligned(alignof(float)), may_alias));
+typedef int32_t Sums __attribute__((vector_size(kWide * sizeof(int32_t))));
+typedef uint8_t Codes __attribute__((vector_size(kWide * 4), aligned(1), may_alias));
+
+// sums += of each output four codes times four bytes of x, those at 4 * q.
+#if defined(__aarch64__)
+template <int q, bool kSigned>
+Sums Dot(Sums sums, Codes codes, const int8_t* x) {
+  const int8x16_t four = vld1q_s8(x + q / 4 * 16);
+  return (Sums)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)codes, four, q % 4);
+}
+Floats FromHalf(const uint16_t* from) { return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
+#else
+template <int q, bool kSigned>
+Sums Dot(Sums sums, Codes codes, const int8_t* x) {
+  int32_t quad;
+  std::memcpy(&quad, x + q * 4, 4);
+  __m256i w = (__m256i)codes, four = _mm256_set1_epi32(quad);
+  if (kSigned) four = _mm256_sign_epi8(four, w), w = _mm256_abs_epi8(w);  // the first factor has no sign
+  return sums + (Sums)_mm256_madd_epi16(_mm256_maddubs_epi16(w, four), _mm256_set1_epi16(1));
+}
+Floats FromHalf(const uint16_t* from) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
+#endif
+
+#define INLINED __attribute__((always_inline))  // what is left a call keeps its sums in memory
+
+// Calls run(a number as a constant) for 0 ... count - 1.
+template <typename Run, int... numbers>
+INLINED inline void Unrolled(std::integer_sequence<int, numbers...>, Run run) {
+  (run(std::integral_constant<int, numbers>()), ...);
+}
+template <int count, typename Run>
+INLINED inline void Unrolled(Run run) {
+  Unrolled(std::make_integer_sequence<int, count>(), run);
+}
+
+// Whole numbers up to 2^22 that are added to the bits of this float are added to its value: so no instruction is
+// needed that makes floats of them, which are slow.
+const Floats kFloatZero = Floats{} + 12582912.0f;  // 1.5 * 2^23
+
+Floats ToFloats(Sums sums) { return reinterpret_cast<const Floats&>(sums) - kFloatZero; }
+
+// ---- rows in whole numbers
+
+constexpr float kLargest = 127 * 256;  // bytes are never -128, which x86 could not negate
+
+struct Rows {
+  int64_t num_blocks;
+  std::vector<int8_t> bytes;                // [m][blocks][2][block]: upper, then lower
+  std::vector<float> scales, sums;          // [m][blocks]
+
+  Rows(int64_t m, int64_t num_blocks, int block)
+      : num_blocks(num_blocks), bytes(m * num_blocks * 2 * block), scales(m * num_blocks), sums(m * num_blocks) {}
+
+  template <int kBlock>
+  void Round(const float* x, int64_t row) {
+    for (int64_t b = row * num_blocks; b < (row + 1) * num_blocks; ++b, x += kBlock) {
+      Sums peaks = {};
+      for (int i = 0; i < kBlock; i += kWide) {
+        Sums bits;  // as whole numbers, NaN is larger than all others
+        std::memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        peaks = bits > peaks ? bits : peaks;
+      }
+      int32_t peak_bits = 0, sum = 0;
+      for (int i = 0; i < kWide; ++i) peak_bits = std::max(peak_bits, peaks[i]);
+      float peak;
+      std::memcpy(&peak, &peak_bits, sizeof peak);
+      const float inverse = peak > 1e-30f ? kLargest / peak : 0;
+      scales[b] = peak / kLargest;
+      int8_t* upper = bytes.data() + b * 2 * kBlock;
+      for (int i = 0; i < kBlock; ++i) {
+        const float moved = x[i] * inverse + 12582912.0f;  // its last bits are the nearest whole number's
+        int32_t number;
+        std::memcpy(&number, &moved, sizeof number);
+        number -= 0x4b400000;
+        const int32_t above = (number + 128) >> 8, below = std::max(number - above * 256, -127);
+        upper[i] = static_cast<int8_t>(above);
+        upper[kBlock + i] = static_cast<int8_t>(below);
+        sum += above * 256 + below;
+      }
+      sums[b] = sum * scales[b];  // of what is multiplied, so that both lose the same
+    }
+  }
+};
+
+// ---- weights
+
+// Numbers of float16 or float32.
+struct Grid {
+  const void* data;  // null: there are none
+  bool is_half;
+
+  explicit Grid(const ffi::AnyBuffer& buffer)
+      : data(buffer.element_count() ? buffer.untyped_data() : nullptr), is_half(buffer.element_type() == ffi::F16) {}
+  void Take(int64_t i, Floats (&to)[kVectors]) const {
+    for (int v = 0; v < kVectors; ++v, i += kWide)
+      to[v] = is_half ? FromHalf(static_cast<const uint16_t*>(data) + i)
+                      : *reinterpret_cast<const Floats*>(static_cast<const float*>(data) + i);
+  }
+};
+
+struct Weights {
+  const uint8_t* codes;
+  Grid scales, offsets;  // [panels][groups][kPanel]
+  int64_t num_groups;
+  float zero;  // where there are no offsets
+};
+
+// One of a panel's vectors of a block, a quad of inputs in each.
+template <int kBits, int kBlock>
+void Unpack(const uint8_t* codes, Codes (&quads)[kBlock / 4]) {
+  constexpr int kStride = kPanel * 4, kHalf = kBlock / 8;
+  Unrolled<kBits == 4 ? kHalf : kBlock / 4>([&](auto q) INLINED {
+    const Codes loaded = *reinterpret_cast<const Codes*>(codes + q * kStride);
+    if constexpr (kBits == 4) quads[q] = loaded & 15, quads[q + kHalf] = loaded >> 4;
+    else quads[q] = loaded;
+  });
+}
+
+// y [M, kPanel] = M rows times a panel.
+template <int kBits, int kBlock, int M>
+void MultiplyTile(const Rows& x, int64_t row, const Weights& w, int64_t panel, float* y, int64_t stride) {
+  constexpr int64_t kCodeBytes = kBlock * kPanel * kBits / 8;
+  const int64_t num_blocks = x.num_blocks, blocks_in_group = num_blocks / w.num_groups, first = row * num_blocks;
+  const uint8_t* codes = w.codes + panel * num_blocks * kCodeBytes;
+  const int8_t* bytes = x.bytes.data() + first * 2 * kBlock;
+  const float *row_scales = x.scales.data() + first, *sums = x.sums.data() + first;
+  const Sums none = reinterpret_cast<const Sums&>(kFloatZero);
+  Floats totals[M][kVectors] = {};
+  for (int64_t g = 0, b = 0; g < w.num_groups; ++g) {
+    Floats scales[kVectors], offsets[kVectors];
+    const int64_t group = (panel * w.num_groups + g) * kPanel;
+    w.scales.Take(group, scales);
+    if (w.offsets.data != nullptr) w.offsets.Take(group, offsets);
+    else Unrolled<kVectors>([&](auto v) INLINED { offsets[v] = scales[v] * -w.zero; });
+    for (const int64_t end = b + blocks_in_group; b < end; ++b, codes += kCodeBytes) {
+      Unrolled<kVectors>([&](auto v) INLINED {
+        Codes quads[kBlock / 4];
+        Unpack<kBits, kBlock>(codes + v * kWide * 4, quads);
+        Sums upper[M], lower[M];
+        Unrolled<M>([&](auto a) INLINED { upper[a] = lower[a] = none; });
+        Unrolled<kBlock / 4>([&](auto q) INLINED {
+          Unrolled<M>([&](auto a) INLINED {
+            const int8_t* upper_bytes = bytes + (a * num_blocks + b) * 2 * kBlock;
+            upper[a] = Dot<q, kBits == 8>(upper[a], quads[q], upper_bytes);
+            lower[a] = Dot<q, kBits == 8>(lower[a], quads[q], upper_bytes + kBlock);
+          });
+        });
+        Unrolled<M>([&](auto a) INLINED {
+          const int64_t at = a * num_blocks + b;
+          const Floats dot = (ToFloats(upper[a]) * 256 + ToFloats(lower[a])) * row_scales[at];
+          totals[a][v] += scales[v] * dot + offsets[v] * sums[at];
+        });
+      });
+    }
+  }
+  for (int a = 0; a < M; ++a)
+    for (int v = 0; v < kVectors; ++v) *reinterpret_cast<Floats*>(y + a * stride + v * kWide) = totals[a][v];
+}
+
+// The same for any number of rows, in tiles of at most M.
+template <int kBits, int kBlock, int M>
+void MultiplyRows(const Rows& x, int64_t row, int64_t num_rows, const Weights& w, int64_t panel, float* y,
+                  int64_t stride) {
+  for (; num_rows >= M; num_rows -= M, row += M, y += M * stride)
+    MultiplyTile<kBits, kBlock, M>(x, row, w, panel, y, stride);
+  if constexpr (M > 1) MultiplyRows<kBits, kBlock, M - 1>(x, row, num_rows, w, panel, y, stride);
+}
+
+template <int kBits, int kBlock>
+void Multiply(ffi::ThreadPool& pool, const float* x, int64_t m, int64_t k, const Weights& weights, int64_t num_panels,
+              bool gated, float* y, int64_t n) {
+  Rows rows(m, k / kBlock, kBlock);
+  if (m < kTile) {
+    for (int64_t row = 0; row < m; ++row) rows.Round<kBlock>(x + row * k, row);
+  } else {
+    RunAll(pool, m, [&](int64_t row) { rows.Round<kBlock>(x + row * k, row); });
+  }
+  auto multiply = [&](int64_t row, int64_t num_rows, int64_t panel, float* out, int64_t stride) {
+    MultiplyRows<kBits, kBlock, kTile>(rows, row, num_rows, weights, panel, out, stride);
+  };
+  RunProduct<kPanel, kBlockRows>(pool, num_panels, gated, y, m, n, multiply);
+}
+
+ffi::Error MultiplyQuantized(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR2<ffi::U8> codes,
+                             ffi::AnyBuffer scales, ffi::AnyBuffer offsets, ffi::ResultBufferR2<ffi::F32> y,
+                             int64_t bits, int64_t block, float zero, bool gated) {
+  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], num_panels = codes.dimensions()[0];
+  const Weights weights{codes.typed_data(), Grid(scales), Grid(offsets), scales.dimensions()[1], zero};
+  auto run = bits == 4 ? &Multiply<4, 32> : block == 32 ? &Multiply<8, 32> : &Multiply<8, 16>;
+  run(pool, x.typed_data(), m, k, weights, num_panels, gated, y->typed_data(), y->dimensions()[1]);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+extern "C" int hex_llm_quantized_panel_width() { return kPanel; }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hex_llm_quantized_matmul, MultiplyQuantized,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
+                                  .Arg<ffi::BufferR2<ffi::U8>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Attr<int64_t>("bits")
+                                  .Attr<int64_t>("block")
+                                  .Attr<float>("zero")
+                                  .Attr<bool>("gated"));
+
+#endif

@@ -1,0 +1,83 @@
+"""A Matrix of whole numbers of a few bits, with scales and offsets for groups of inputs.
+
+A weight is (code - zero) * scale + offset. This form expands itself wherever it is multiplied, so that XLA
+can run it on anything; kernels of our own take its arrays into theirs (execution/kernel_choice.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from hex_llm.kernels.experts import Activation
+from hex_llm.models.linear import Dense
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized:
+    """A Matrix [*outputs, *inputs]; the groups lie along its last axis."""
+
+    codes: Any  # int8; or uint8, each with two numbers that follow each other, the first below
+    scales: Any  # float32 [..., groups]
+    offsets: Any | None = None
+    bits: int = field(default=8, metadata={"static": True})
+    zero: int = field(default=0, metadata={"static": True})
+    num_outputs: int = field(default=1, metadata={"static": True})  # axes
+
+    def matmul(self, x: jax.Array) -> jax.Array:
+        return self.expanded(x.dtype).matmul(x)
+
+    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
+        return self.expanded(x.dtype).gated(x, activation, bias)
+
+    def rows(self, which: jax.Array) -> jax.Array:
+        of_these: Quantized = jax.tree.map(lambda array: array[which], self)
+        return of_these.expanded(jnp.float32).array
+
+    def expanded(self, dtype: DTypeLike) -> Dense:
+        codes, scales = self.unpacked(), self.scales
+        groups = codes.reshape(*scales.shape, -1).astype(jnp.float32)
+        values = (groups - self.zero) * scales[..., None]
+        if self.offsets is not None:
+            values = values + self.offsets[..., None]
+        return Dense(values.astype(dtype).reshape(codes.shape), self.num_outputs)
+
+    def unpacked(self) -> jax.Array:
+        """One code in each place."""
+        if self.bits == 8:
+            return self.codes
+        pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1)
+        return pairs.reshape(*self.codes.shape[:-1], -1)
+
+
+@jax.jit
+def pack(codes: jax.Array) -> jax.Array:
+    """Codes of 4 bits [..., inputs], two in a byte."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+@partial(jax.jit, static_argnames=("bits", "group"))
+def quantize(matrix: Dense, bits: int, group: int) -> Quantized:
+    """The nearest codes: of 8 bits on both sides of zero, of 4 bits between a group's lowest and highest."""
+    groups = matrix.array.astype(jnp.float32).reshape(*matrix.array.shape[:-1], -1, group)
+    if bits == 8:
+        scales, offsets = jnp.max(jnp.abs(groups), axis=-1) / 127, None
+        codes = _nearest(groups, scales).astype(jnp.int8)
+    else:
+        offsets, highest = jnp.minimum(groups.min(axis=-1), 0), jnp.maximum(groups.max(axis=-1), 0)
+        scales = (highest - offsets) / 15
+        codes = pack(
+            _nearest(groups - offsets[..., None], scales).astype(jnp.uint8).reshape(matrix.array.shape)
+        )
+    codes = codes.reshape(*matrix.array.shape[:-1], -1)
+    return Quantized(codes, scales, offsets, bits, num_outputs=matrix.num_outputs)
+
+
+def _nearest(groups: jax.Array, scales: jax.Array) -> jax.Array:
+    return jnp.round(groups / jnp.where(scales == 0, 1, scales)[..., None])

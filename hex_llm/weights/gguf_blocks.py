@@ -1,0 +1,108 @@
+"""The block formats of GGUF files as codes, scales and offsets (see grouped.py).
+
+In all of them a weight is a code times its group's scale, and in some plus an offset. Bytes of a block lie in
+the order in which they are taken apart here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hex_llm.weights.grouped import Form
+
+Array = np.ndarray[Any, Any]
+
+
+class Blocks(NamedTuple):
+    """Of n blocks."""
+
+    codes: Array  # [n, values of a block]
+    scales: Array  # [n, its groups] float32
+    offsets: Array | None = None
+
+
+def _floats(raw: Array, count: int) -> tuple[list[Array], Array]:
+    """The float16 that blocks [n, bytes] begin with, each [n, 1], and the bytes behind them."""
+    numbers = np.ascontiguousarray(raw[:, : 2 * count]).view("<f2").astype(np.float32)
+    return [numbers[:, i : i + 1] for i in range(count)], raw[:, 2 * count :]
+
+
+def _nibbles(raw: Array, chunk: int) -> Array:
+    """Of each `chunk` bytes, first all that lie below, then all above."""
+    chunks = raw.reshape(len(raw), -1, 1, chunk)
+    return np.concatenate([chunks & 15, chunks >> 4], axis=2).reshape(len(raw), -1)
+
+
+def _bits(raw: Array) -> Array:
+    return np.unpackbits(raw, axis=1, bitorder="little")
+
+
+def _q4_0(raw: Array) -> Blocks:
+    (scale,), rest = _floats(raw, 1)
+    return Blocks(_nibbles(rest, 16), scale)
+
+
+def _q4_1(raw: Array) -> Blocks:
+    (scale, offset), rest = _floats(raw, 2)
+    return Blocks(_nibbles(rest, 16), scale, offset)
+
+
+def _q5_0(raw: Array) -> Blocks:
+    (scale,), rest = _floats(raw, 1)
+    codes = _nibbles(rest[:, 4:], 16) | _bits(rest[:, :4]) << 4
+    return Blocks(codes.view(np.int8) - np.int8(16), scale)
+
+
+def _q5_1(raw: Array) -> Blocks:
+    (scale, offset), rest = _floats(raw, 2)
+    codes = _nibbles(rest[:, 4:], 16) | _bits(rest[:, :4]) << 4
+    return Blocks(codes.view(np.int8), scale, offset)
+
+
+def _q8_0(raw: Array) -> Blocks:
+    (scale,), rest = _floats(raw, 1)
+    return Blocks(np.ascontiguousarray(rest).view(np.int8), scale)
+
+
+def _k_scales(raw: Array) -> tuple[Array, Array, Array]:
+    """The scales and offsets [n, 8] of a K block, each of 6 bits in 12 bytes, and the bytes behind them."""
+    (scale, offset), rest = _floats(raw, 2)
+    low, middle, high = rest[:, 0:4], rest[:, 4:8], rest[:, 8:12]
+    scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1)
+    offsets = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1)
+    return scale * scales, -(offset * offsets), rest[:, 12:]
+
+
+def _q4_k(raw: Array) -> Blocks:
+    scales, offsets, rest = _k_scales(raw)
+    return Blocks(_nibbles(rest, 32), scales, offsets)
+
+
+def _q5_k(raw: Array) -> Blocks:
+    scales, offsets, rest = _k_scales(raw)
+    fifth = _bits(rest[:, :32]).reshape(-1, 32, 8).swapaxes(1, 2).reshape(-1, 256)
+    return Blocks((_nibbles(rest[:, 32:], 32) | fifth << 4).view(np.int8), scales, offsets)
+
+
+def _q6_k(raw: Array) -> Blocks:
+    low, high, scales = raw[:, :128], raw[:, 128:192], np.ascontiguousarray(raw[:, 192:208]).view(np.int8)
+    (scale,), _ = _floats(raw[:, 208:], 1)
+    pairs = high.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    codes = _nibbles(low, 64) | pairs.reshape(-1, 256) << 4
+    return Blocks(codes.view(np.int8) - np.int8(32), scale * scales)
+
+
+# By the format's name: its form, and what takes blocks [n, bytes] apart.
+BLOCKS: dict[str, tuple[Form, Callable[[Array], Blocks]]] = {
+    "Q4_0": (Form(4, 32, zero=8), _q4_0),
+    "Q4_1": (Form(4, 32, has_offsets=True), _q4_1),
+    "Q5_0": (Form(8, 32), _q5_0),
+    "Q5_1": (Form(8, 32, has_offsets=True), _q5_1),
+    "Q8_0": (Form(8, 32), _q8_0),
+    "Q4_K": (Form(4, 32, has_offsets=True), _q4_k),
+    "Q5_K": (Form(8, 32, has_offsets=True), _q5_k),
+    "Q6_K": (Form(8, 16), _q6_k),
+}
