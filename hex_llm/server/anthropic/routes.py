@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from hex_llm.config import ServerConfig
-from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.outputs import Delta
 from hex_llm.server.anthropic.schemas import CountRequest, MessagesRequest
 from hex_llm.server.common.backend import Backend, answer, begin, size_of
@@ -49,12 +48,10 @@ THEIR_NAMES = {
 
 def error_body(problem: Problem) -> Json:
     kind = KINDS.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": problem.message}}
-
-
-def in_their_names(error: InvalidRequest) -> InvalidRequest:
-    name = THEIR_NAMES.get(error.param or "")
-    return InvalidRequest.at(name, str(error).removeprefix(f"{error.param}: ")) if name else error
+    message, name = problem.message, THEIR_NAMES.get(problem.param or "")
+    if name is not None:
+        message = f"{name}: {message.removeprefix(f'{problem.param}: ')}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def broken(error: Exception) -> bytes:
@@ -219,22 +216,15 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
 
     @router.post("")
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        try:
-            talk = await prepared(request, body)
-            if not body.stream:
-                return await unless_gone(request, respond(backend, talk))
-            beginning = begin(backend, talk.prompt_ids, talk.request, talk.params)
-            pieces = ReplyStream([beginning], GrowingMessage(backend, talk).render)
-            return await streamed(request, pieces, broken=broken)
-        except InvalidRequest as error:
-            raise in_their_names(error) from None
+        talk = await prepared(request, body)
+        if not body.stream:
+            return await unless_gone(request, respond(backend, talk))
+        beginning = begin(backend, talk.prompt_ids, talk.request, talk.params)
+        pieces = ReplyStream([beginning], GrowingMessage(backend, talk).render)
+        return await streamed(request, pieces, broken=broken)
 
     async def count_tokens(body: CountRequest, request: Request) -> Json:
-        try:
-            talk = await prepared(request, body, only_prompt=True)
-        except InvalidRequest as error:
-            raise in_their_names(error) from None
-        return {"input_tokens": len(talk.prompt_ids)}
+        return {"input_tokens": len((await prepared(request, body, only_prompt=True)).prompt_ids)}
 
     router.add_api_route("/count_tokens", count_tokens, methods=["POST"], route_class_override=CountRoute)
     return router

@@ -18,6 +18,14 @@ Json = dict[str, Any]
 
 # Claude Code writes one into its system prompt, different each time: no prefix would be found again.
 BILLING = "x-anthropic-billing-header"
+# Blocks, and what each must have. Thinking that is redacted is another server's, which nobody can read.
+BLOCKS: dict[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
 
 
 class Lenient(Body):
@@ -34,36 +42,17 @@ class Lenient(Body):
 # ---- the conversation
 
 
-class TextBlock(Lenient):
-    type: Literal["text"]
-    text: str
+def _of(*kinds: str) -> BeforeValidator:
+    """Refuses blocks of other kinds, and those that lack something."""
 
-
-class ThinkingBlock(Lenient):
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedBlock(Lenient):
-    """Another server's thinking, which nobody can read."""
-
-    type: Literal["redacted_thinking"]
-
-
-class ToolUseBlock(Lenient):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: Json
-
-
-def _known(*kinds: str) -> BeforeValidator:
     def check(block: Any) -> Any:
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind in kinds:
-            return block
-        named = f"{shown(kind)} is not taken here, only " if isinstance(kind, str) else "must be "
-        raise ValueError(f"{named}{', '.join(kinds)}")
+        if kind not in kinds:
+            named = f"{shown(kind)} is not taken here, only" if isinstance(kind, str) else "must be"
+            raise ValueError(f"{named} {', '.join(kinds)}")
+        if lacks := [name for name in BLOCKS[kind] if block.get(name) is None]:
+            raise ValueError(f"{kind} must have {', '.join(lacks)}")
+        return block
 
     return BeforeValidator(check)
 
@@ -74,49 +63,54 @@ def _as_blocks(content: Any) -> Any:
 
 # A text alone is a block of it.
 OR_TEXT = BeforeValidator(_as_blocks, json_schema_input_type=str | list[Json])
-TextBlocks = Annotated[list[Annotated[TextBlock, _known("text")]], Field(fail_fast=True), OR_TEXT]
 
 
-class ToolResultBlock(Lenient):
-    type: Literal["tool_result"]
-    tool_use_id: str
+class TextBlock(Lenient):
+    text: str = ""
+
+
+TextBlocks = Annotated[list[Annotated[TextBlock, _of("text")]], Field(fail_fast=True), OR_TEXT]
+
+
+class Block(TextBlock):
+    type: str
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: Json = Field({})
+    tool_use_id: str = ""
     content: TextBlocks = Field([])
 
-
-Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock,
-    Field(discriminator="type"),
-    _known("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
-]
+    def chat(self) -> Json:
+        """A call, or the result of one."""
+        if self.type == "tool_result":
+            return {"role": "tool", "tool_call_id": self.tool_use_id, "content": _text(self.content)}
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
 
 
 class Message(Lenient):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], Field(fail_fast=True), OR_TEXT]
+    content: Annotated[list[Annotated[Block, _of(*BLOCKS)]], Field(fail_fast=True), OR_TEXT]
 
     def chat(self) -> list[Json]:
         """Results of tools are messages of their own there."""
-        results = [block for block in self.content if isinstance(block, ToolResultBlock)]
-        texts = [block for block in self.content if isinstance(block, TextBlock)]
-        calls = [_call(block) for block in self.content if isinstance(block, ToolUseBlock)]
-        thought = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
-        messages: list[Json] = [
-            {"role": "tool", "tool_call_id": one.tool_use_id, "content": _text(one.content)}
-            for one in results
+        blocks: dict[str, list[Block]] = {kind: [] for kind in BLOCKS}
+        for block in self.content:
+            blocks[block.type].append(block)
+        calls, texts = [one.chat() for one in blocks["tool_use"]], blocks["text"]
+        results = [one.chat() for one in blocks["tool_result"]]
+        if results and len(results) == len(self.content):
+            return results
+        thought = "\n".join(block.thinking for block in blocks["thinking"])
+        message: Json = {"role": self.role, "content": _text(texts) if texts or not calls else None}
+        return [
+            *results,
+            message | ({"tool_calls": calls} if calls else {}) | ({"reasoning": thought} if thought else {}),
         ]
-        if texts or calls or thought or not results:
-            content = _text(texts) if texts or not calls else None
-            more = {"tool_calls": calls, "reasoning_content": "\n".join(thought)}
-            messages.append({"role": self.role, "content": content} | {k: v for k, v in more.items() if v})
-        return messages
 
 
 def _text(blocks: Iterable[TextBlock]) -> str:
     return "\n".join(block.text for block in blocks)
-
-
-def _call(block: ToolUseBlock) -> Json:
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
 # ---- the rest
@@ -163,6 +157,8 @@ class OutputConfig(Lenient):
 
 
 class CountRequest(Lenient):
+    """What is said of sampling changes no count."""
+
     model: str = ""
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     system: TextBlocks = Field([])
@@ -171,43 +167,7 @@ class CountRequest(Lenient):
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(OutputConfig())
     mcp_servers: Annotated[list[Any], Field(max_length=0)] = Field([])
-
-    def chat(self) -> ChatRequest:
-        messages = [one for message in self.messages for one in message.chat()]
-        continues = self.messages[-1].role == "assistant"
-        output_format = self.output_config.format
-        fields = {
-            "model": self.model,
-            "messages": [*self._system(), *messages],
-            "tools": [tool.chat() for tool in self.tools],
-            "tool_choice": self.tool_choice.chat(),
-            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
-            "continue_final_message": continues,
-            "add_generation_prompt": not continues,
-            "reasoning_effort": self.output_config.effort,
-            "response_format": output_format
-            and {"type": "json_schema", "json_schema": {"schema": output_format.schema_}},
-            **self._thinking(),
-        }
-        return parse(ChatRequest, fields | self._sampling())
-
-    def _system(self) -> list[Json]:
-        text = _text(block for block in self.system if not block.text.startswith(BILLING))
-        return [{"role": "system", "content": text}] if text else []
-
-    def _thinking(self) -> Json:
-        """The name that templates know it by; without a word from the client, the model's own default."""
-        if self.thinking is None:
-            return {}
-        wanted = self.thinking.type != "disabled"
-        return {"include_reasoning": wanted, "chat_template_kwargs": {"enable_thinking": wanted}}
-
-    def _sampling(self) -> Json:
-        return {}
-
-
-class MessagesRequest(CountRequest):
-    max_tokens: Whole
+    max_tokens: Whole | None = None
     stop_sequences: Texts = Field([])
     stream: bool = False
     temperature: float | None = None
@@ -218,6 +178,28 @@ class MessagesRequest(CountRequest):
     def describe(cls, schema: Json) -> None:
         describe_limits(schema)
 
-    def _sampling(self) -> Json:
-        sent = self.model_fields_set & {"max_tokens", "temperature", "top_p", "top_k"}
-        return {**{name: getattr(self, name) for name in sent}, "stop": self.stop_sequences or None}
+    def chat(self) -> ChatRequest:
+        sampled = self.model_fields_set & {"model", "max_tokens", "temperature", "top_p", "top_k"}
+        fields: Json = {name: getattr(self, name) for name in sampled}
+        system = _text(block for block in self.system if not block.text.startswith(BILLING))
+        fields["messages"] = [{"role": "system", "content": system}] if system else []
+        fields["messages"] += [one for message in self.messages for one in message.chat()]
+        if self.messages[-1].role == "assistant":
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.thinking is not None:  # under the name that templates know
+            thinks = self.thinking.type != "disabled"
+            fields |= {"include_reasoning": thinks, "chat_template_kwargs": {"enable_thinking": thinks}}
+        if (wanted := self.output_config.format) is not None:
+            fields["response_format"] = {"type": wanted.type, "json_schema": {"schema": wanted.schema_}}
+        fields |= {
+            "stop": self.stop_sequences or None,
+            "tools": [tool.chat() for tool in self.tools],
+            "tool_choice": self.tool_choice.chat(),
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "reasoning_effort": self.output_config.effort,
+        }
+        return parse(ChatRequest, fields)
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: Whole
