@@ -18,6 +18,7 @@ from hex_llm.server.anthropic.schemas import CountRequest, MessagesRequest
 from hex_llm.server.common.body import Body
 from hex_llm.server.openai import schemas
 from hex_llm.server.openai.chat import RESERVED
+from hex_llm.server.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from hex_llm.server.openai.responses_schemas import ResponsesRequest
 from hex_llm.server.tgi import schemas as tgi_schemas
 from hex_llm.server.vertex.schemas import GenerateRequest
@@ -85,6 +86,9 @@ DOORS = [
     Door("/v1/responses", {"input": HELLO}, ResponsesRequest),
     Door("/v1/messages", {**CHAT, "max_tokens": 50}, MessagesRequest),
     Door("/v1/messages/count_tokens", CHAT, CountRequest, streams=False, generates=False),
+    Door("/v1/embeddings", {"input": HELLO}, EmbeddingRequest, streams=False),
+    Door("/v1/score", {"text_1": HELLO, "text_2": HELLO}, ScoreRequest, streams=False),
+    Door("/v1/rerank", {"query": HELLO, "documents": [HELLO]}, RerankRequest, streams=False),
     Door("/generate", PROMPT, GenerateRequest),
     Door("/generate", {"instances": [PROMPT]}, GenerateRequest, ("instances", 0), streams=False),
     Door("/generate", SHARED, GenerateRequest, IN_PARAMETERS, streams=False),
