@@ -39,9 +39,14 @@ def open_model(path: Path, *, trust_remote_code: bool = False, config_only: bool
             "config.json wants its own code to be run (auto_map); hex_llm never runs code from a model: "
             "pass --trust_remote_code to use the built-in architecture instead"
         )
-    return ModelFiles(
-        config, None if config_only else open_safetensors(path), partial(open_tokenizer, path), path
-    )
+    checkpoint: Checkpoint | None = None if config_only else open_safetensors(path)
+    # Models for embeddings are saved without a head, and without the name of what a head stands on.
+    if checkpoint is not None and "embed_tokens.weight" in checkpoint:
+        checkpoint = {f"model.{name}": tensor for name, tensor in checkpoint.items()}
+    match config.get("architectures"):
+        case [str(name)] if name.endswith("Model"):
+            config |= {"architectures": [f"{name[:-5]}ForCausalLM"], "tie_word_embeddings": True}
+    return ModelFiles(config, checkpoint, partial(open_tokenizer, path), path)
 
 
 def open_tokenizer(path: Path, mode: str = "auto") -> Tokenizer:

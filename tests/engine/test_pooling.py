@@ -94,6 +94,16 @@ def test_families(name: str, tmp_path: Path) -> None:
     check(embed(llm, prompts), [one.mean(0) for one in hidden_of(tiny, prompts)])
 
 
+def test_a_model_without_a_head(tmp_path: Path, hidden: list[Any]) -> None:
+    """As sentence-transformers saves it."""
+    TINY.build().model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaModel"]
+    check(
+        embed(LLM(tmp_path, **FLAGS, pooler_config=config("MEAN", normalize=False)), PROMPTS),
+        [one.mean(0) for one in hidden],
+    )
+
+
 def test_embeddings_and_texts_share_steps(folder: Path, hidden: list[Any]) -> None:
     """Generating requests beside them get what they get alone."""
     llm = LLM(folder, **FLAGS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -54,11 +55,6 @@ def error_body(problem: Problem) -> Json:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def broken(error: Exception) -> bytes:
-    """The end of a stream that breaks."""
-    return event(error_body(problem_of(error)))
-
-
 class AnthropicRoute(BodyRoute):
     """A route that tells its errors as Anthropic does."""
 
@@ -96,7 +92,7 @@ class GrowingMessage:
         usage = usage_of(len(collector.request.prompt_ids), collector.num_cached, self._num_output)
         if not self._is_begun:
             self._is_begun = True
-            message = self.whole(usage) | {"content": [], "stop_reason": None}
+            message = self.whole(usage) | {"content": []}
             events = [{"type": "message_start", "message": message}, {"type": "ping"}, *events]
         if delta.finish_reason is not None:
             events += [
@@ -106,9 +102,14 @@ class GrowingMessage:
         return b"".join(map(event, events))
 
     def whole(self, usage: Json) -> Json:
-        head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-        stop = {"stop_reason": None, "stop_sequence": None}
-        return {**head, "model": self._model, "content": self.content, **stop, "usage": usage}
+        told = {"model": self._model, "content": self.content, "stop_reason": None, "stop_sequence": None}
+        return {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            **told,
+            "usage": usage,
+        }
 
     def add(self, news: CompletionOutput | Delta) -> Iterator[Json]:
         message = self._reader.add(news.text, ended=news.finish_reason is not None)
@@ -160,7 +161,9 @@ class GrowingMessage:
         self._is_open = False
         block, text = self.content[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = _object(text)
+            block["input"] = None  # it was cut off
+            with suppress(ValueError, RecursionError):
+                block["input"] = json.loads(text or "{}")
         else:
             block[block["type"]] = text
         if signature := block.get("signature"):
@@ -171,15 +174,6 @@ class GrowingMessage:
     @property
     def _index(self) -> int:
         return len(self.content) - 1
-
-
-def _object(text: str) -> Json | None:
-    """None: it was cut off."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def usage_of(num_prompt: int, num_cached: int, num_output: int) -> Json:
@@ -202,11 +196,6 @@ def reply_of(growing: GrowingMessage, output: RequestOutput) -> Json:
     return growing.whole(usage) | growing.end_of(choice)
 
 
-async def respond(backend: Backend, talk: PreparedChat) -> Whole:
-    output = await answer(backend, talk.prompt_ids, talk.request, talk.params)
-    return Whole(size_of(output), partial(reply_of, GrowingMessage(backend, talk), output))
-
-
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     router = APIRouter(prefix="/v1/messages", route_class=AnthropicRoute)
 
@@ -217,11 +206,17 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     @router.post("")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         talk = await prepared(request, body)
+        asked = (backend, talk.prompt_ids, talk.request, talk.params)
+        growing = GrowingMessage(backend, talk)
+
+        async def whole() -> Whole:
+            output = await answer(*asked)
+            return Whole(size_of(output), partial(reply_of, growing, output))
+
         if not body.stream:
-            return await unless_gone(request, respond(backend, talk))
-        beginning = begin(backend, talk.prompt_ids, talk.request, talk.params)
-        pieces = ReplyStream([beginning], GrowingMessage(backend, talk).render)
-        return await streamed(request, pieces, broken=broken)
+            return await unless_gone(request, whole())
+        pieces = ReplyStream([begin(*asked)], growing.render)
+        return await streamed(request, pieces, broken=lambda error: event(error_body(problem_of(error))))
 
     async def count_tokens(body: CountRequest, request: Request) -> Json:
         return {"input_tokens": len((await prepared(request, body, only_prompt=True)).prompt_ids)}

@@ -17,7 +17,7 @@ from hex_llm.errors import InvalidRequest
 from hex_llm.frontend import pooling
 from hex_llm.frontend.beside import read
 from hex_llm.server.common.backend import Backend, answer, together
-from hex_llm.server.common.body import MAX_PROMPTS, Body, EngineRequest, OneOrMoreTexts, Whole, fault
+from hex_llm.server.common.body import MAX_PROMPTS, Body, EngineRequest, OneOrMoreTexts, Whole
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed
 from hex_llm.server.common.replies import Whole as WholeReply
@@ -48,7 +48,8 @@ class ScoreRequest(PoolingRequest):
     documents: OneOrMoreTexts = Field([])
 
     def pairs(self) -> list[tuple[str, str]]:
-        queries, documents = _texts(self.text_1 or self.queries), _texts(self.text_2 or self.documents)
+        given = (self.text_1 or self.queries, self.text_2 or self.documents)
+        queries, documents = ([one] if isinstance(one, str) else one for one in given)
         if not 1 <= len(documents) <= MAX_PROMPTS or len(queries) not in (1, len(documents)):
             raise InvalidRequest.at(
                 "text_1", f"must be one text, or as many as text_2 has, which are 1 to {MAX_PROMPTS}"
@@ -56,29 +57,15 @@ class ScoreRequest(PoolingRequest):
         return list(zip(queries * (len(documents) // len(queries)), documents, strict=True))
 
 
-def _texts(texts: str | list[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts
-
-
 class Document(Body):
     text: str
 
 
-Documents = Annotated[
-    list[str | Document],
-    Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
-    fault(f'must be a list of 1 to {MAX_PROMPTS} texts or {{"text": ...}}'),
-]
-
-
 class RerankRequest(PoolingRequest):
     query: str
-    documents: Documents
+    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     top_n: Annotated[Whole, Field(ge=0)] = 0  # 0: all
     return_documents: bool = True
-
-    def texts(self) -> list[str]:
-        return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
 # ---- replies
@@ -118,14 +105,15 @@ async def embed(backend: Backend, body: EmbeddingRequest) -> WholeReply:
     pooling.check_dimensions(body.dimensions, how)
     outputs = await pooled(backend, body, listed(body.input), embeds=True)
 
-    def data(index: int, output: RequestOutput) -> Fields:
+    def told(output: RequestOutput) -> Any:
         vector = pooling.embedding(output, how, body.dimensions)
-        as_text = body.encoding_format == "base64"
-        told: Any = base64.b64encode(vector.astype("<f4").tobytes()) if as_text else Listed(vector.tolist())
-        return {"object": "embedding", "index": index, "embedding": told.decode() if as_text else told}
+        if body.encoding_format == "float":
+            return Listed(vector.tolist())
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
     def make() -> Fields:
-        return {**head(backend, "embd", outputs), "data": [data(*one) for one in enumerate(outputs)]}
+        data = [{"object": "embedding", "index": i, "embedding": told(o)} for i, o in enumerate(outputs)]
+        return {**head(backend, "embd", outputs), "data": data}
 
     return WholeReply(len(outputs) * (body.dimensions or how.size), make)
 
@@ -133,9 +121,8 @@ async def embed(backend: Backend, body: EmbeddingRequest) -> WholeReply:
 async def scores(
     backend: Backend, body: PoolingRequest, pairs: Sequence[tuple[str, str]]
 ) -> tuple[list[float], list[RequestOutput]]:
-    num_chars = sum(len(query) + len(document) for query, document in pairs)
     scoring = partial(pooling.scoring, backend.pooling, backend.tokenizer, pairs)
-    prompts, combine = await read(num_chars, scoring)
+    prompts, combine = await read(sum(len(a) + len(b) for a, b in pairs), scoring)
     outputs = await pooled(backend, body, prompts)
     return combine(outputs), outputs
 
@@ -147,7 +134,7 @@ async def score(backend: Backend, body: ScoreRequest) -> WholeReply:
 
 
 async def rerank(backend: Backend, body: RerankRequest) -> WholeReply:
-    texts = body.texts()
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
     told, outputs = await scores(backend, body, [(body.query, text) for text in texts])
     order = sorted(range(len(texts)), key=lambda i: -told[i])[: body.top_n or None]
     results = [
