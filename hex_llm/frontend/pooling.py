@@ -61,7 +61,8 @@ def scoring(
     """What must be pooled to score pairs of a query and a document, and how the scores come of that: how
     likely a reranker says yes; of other models, the cosine between both embeddings."""
     if pooling.kind == "tokens":
-        assert tokenizer is not None, "which has told the tokens"
+        if tokenizer is None:
+            raise InvalidRequest("this server has no tokenizer (--skip_tokenizer_init)", "model")
         prompts = [encode_chat(tokenizer, _question(*pair), enable_thinking=False)[1] for pair in pairs]
         return prompts, lambda outputs: [_probability_of_yes(one) for one in outputs]
     texts = list(dict.fromkeys(chain(*pairs)))

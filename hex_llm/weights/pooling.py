@@ -57,7 +57,10 @@ def _of_files(folder: Path) -> Pooling:
         )
     values: dict[str, Any] = read_json(config)
     if "LogitScore" in paths:
-        return Pooling("tokens", token_ids=(int(values["false_token_id"]), int(values["true_token_id"])))
+        no, yes = values.get("false_token_id"), values.get("true_token_id")
+        if not (isinstance(no, int) and isinstance(yes, int)):
+            return Pooling(problem="the model's files name no tokens for both yes and no: --pooler_config")
+        return Pooling("tokens", token_ids=(no, yes))
     switches = {name.removeprefix("pooling_mode_") for name, value in values.items() if value is True}
     kinds = (
         [str(values["pooling_mode"])] if "pooling_mode" in values else sorted(switches - {"include_prompt"})

@@ -217,6 +217,7 @@ def test_what_is_pooled(
             {},
             "lasttoken and mean_tokens",
         ),
+        (("Transformer", "LogitScore"), {"true_token_id": 9}, {}, "both yes and no"),
         ((), {}, {"runner": "generate"}, "--runner"),
     ],
 )
