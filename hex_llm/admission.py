@@ -17,8 +17,9 @@ from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import MAX_INT, SamplingParams, is_unicode
 from hex_llm.text.bad_words import bad_word_ids
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import Request
+from hex_llm.types import Pooling, Request
 
+NO_POOLING = Pooling()
 MAX_SALT = 4096  # characters
 MAX_BAD_WORD_IDS = 4096  # tokens of all bad words, each with its ways to be written
 MAX_ID = 256
@@ -37,6 +38,8 @@ class Limits:
     max_sequences: int = MAX_INT  # waiting and running
     eos_ids: tuple[int, ...] = ()
     allows_priority: bool = True
+    pooling: Pooling = NO_POOLING
+    generates: bool = True
 
     @property
     def longest(self) -> int:
@@ -70,6 +73,10 @@ def max_len_of(request: Request, limits: Limits) -> int:
 def check_request(request: Request, limits: Limits) -> None:
     """JAX clamps an index out of range instead of failing, so this is the only guard."""
     params = request.params
+    if params.pooling is not None and limits.pooling.problem:
+        raise InvalidRequest(limits.pooling.problem, "model")
+    if params.pooling is None and not limits.generates:
+        raise InvalidRequest("this server generates nothing (--runner)", "model")
     _check_prompt(request.prompt_ids, limits)
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits)

@@ -177,6 +177,19 @@ class EngineConfig:
     sliding_window: int | None = model_flag(
         None, "Overrides the model's attention window, in tokens.", unset="the model's"
     )
+    runner: str = model_flag(
+        "auto",
+        "What is served: texts (generate), embeddings and scores (the others), or both.",
+        choices=("auto", "generate", "pooling", "embed", "score"),
+        aliases=("task",),
+    )
+    pooler_config: str | None = model_flag(
+        None,
+        'How embeddings are made, as JSON: {"pooling_type": "LAST", "MEAN" or "CLS", "normalize": true}; of '
+        'a reranker, {"classifier_from_token": ["no", "yes"]}.',
+        unset="as the model's files say, else LAST, normalised",
+        aliases=("override_pooler_config",),
+    )
     seed: int = model_flag(0, "Seeds everything; a request's own seed wins for that request.", low=0)
 
     num_hosts: int = engine_flag(

@@ -14,11 +14,12 @@ from hex_llm.config import MAX_INT
 from hex_llm.engine.loading import load_engine
 from hex_llm.errors import ConfigError, InvalidRequest
 from hex_llm.flags import engine_config_from_kwargs
-from hex_llm.frontend.outputs import OutputCollector, for_engine
+from hex_llm.frontend.outputs import OutputCollector, for_engine, raise_failure
+from hex_llm.frontend.pooling import check_dimensions, embedding, pooling_params
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import RequestOutput, Update
+from hex_llm.types import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, Update
 
 Params = SamplingParams | ListLike[SamplingParams] | None
 
@@ -78,6 +79,30 @@ class LLM:
         prompts = [encode_chat(tokenizer, talk, **options) for talk in talks]
         texts, ids = [text for text, _ in prompts], [ids for _, ids in prompts]
         return self._run(self._collectors(texts, ids, sampling_params, [0] * len(ids)), use_tqdm)
+
+    def embed(
+        self,
+        prompts: str | ListLike[str] | None = None,
+        *,
+        prompt_token_ids: ListLike[ListLike[int]] | None = None,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One embedding for each prompt, in order; of its first `dimensions`."""
+        how = self.engine.limits.pooling
+        check_dimensions(dimensions, how)
+        params = pooling_params(how, embeds=True)
+        outputs = self.generate(prompts, params, prompt_token_ids=prompt_token_ids, use_tqdm=use_tqdm)
+        for output in outputs:
+            raise_failure(output.outputs[0])
+        return [
+            EmbeddingRequestOutput(
+                one.request_id,
+                one.prompt_token_ids,
+                EmbeddingOutput(embedding(one, how, dimensions).tolist()),
+            )
+            for one in outputs
+        ]
 
     def _collectors(
         self,

@@ -83,6 +83,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep the prompt's last ones; -1: as many as the model takes
     structured_outputs: StructuredOutputs | None = None
+    pooling: str | None = None  # a vector of the prompt is wanted, too: one of POOLINGS
 
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
@@ -125,6 +126,8 @@ class SamplingParams:
     def _check_together(self) -> None:
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
             raise _refused("structured_outputs", self.structured_outputs, "StructuredOutputs")
+        if self.pooling not in (None, *POOLINGS):
+            raise _refused("pooling", self.pooling, f"one of {', '.join(POOLINGS)}")
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequest.at("best_of", f"{self.best_of} is less than n, {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -133,6 +136,8 @@ class SamplingParams:
             )
 
 
+# Hidden states: the last, their mean, the first; or log-probabilities of allowed_token_ids behind the prompt.
+POOLINGS = ("last", "mean", "cls", "tokens")
 RANGES = {  # floats, both ends included
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),

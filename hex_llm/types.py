@@ -67,6 +67,7 @@ class Update(msgspec.Struct, array_like=True):
     error: str = ""  # what went wrong, with FinishReason.ERROR
     param: str | None = None  # the field of the request that is at fault, if one is
     is_busy: bool = False  # nothing is at fault: there was too much else to do
+    pooled: bytes = b""  # float32s: the vector that params.pooling asks for
 
 
 # ---- what the public API returns, under the names that vLLM's users know
@@ -109,6 +110,33 @@ class RequestOutput:
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
     finished: bool = True
+    pooled: bytes = b""  # as Update's
+
+
+@dataclass
+class EmbeddingOutput:
+    embedding: list[float]
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """A prompt's embedding."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a model's hidden states become an embedding, or the score of a text."""
+
+    kind: str = "last"  # one of POOLINGS
+    normalize: bool = True
+    size: int = 0  # of an embedding
+    token_ids: tuple[int, ...] = ()  # of the words for no and yes, by which a reranker scores
+    problem: str = ""  # why this server makes none
 
 
 # ---- what one step of the model does

@@ -42,6 +42,8 @@ ENGINE_DEFAULTS = {
     "load_format": "auto",
     "dtype": "auto",
     "quantization": None,
+    "runner": "auto",
+    "pooler_config": None,
     "revision": None,
     "hf_token": None,
     "download_dir": "~/.cache/hex_llm",

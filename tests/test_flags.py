@@ -56,6 +56,8 @@ BUILT: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "bfloat16",
     "quantization": "compressed-tensors",
+    "runner": "pooling",
+    "pooler_config": '{"pooling_type": "MEAN"}',
     "revision": "v2",
     "hf_token": "token",
     "download_dir": "folder",

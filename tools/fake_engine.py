@@ -12,15 +12,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from hex_llm.admission import Limits, check_request
 from hex_llm.errors import QueueFull
 from hex_llm.ipc.stats import Stats
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import FinishReason, Request, TokenLogprobs, Update
+from hex_llm.types import FinishReason, Pooling, Request, TokenLogprobs, Update
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-LIMITS = Limits(vocab_size=300, max_len=4096, max_blocks=1000, block_size=32, reads_text=True, eos_ids=(2,))
+POOLING = Pooling(size=8)
+LIMITS = Limits(
+    vocab_size=300,
+    max_len=4096,
+    max_blocks=1000,
+    block_size=32,
+    reads_text=True,
+    eos_ids=(2,),
+    pooling=POOLING,
+)
 # Prompts that begin with one of these make the FakeEngine fail.
 FAILS_TO_ADD, FAILS_TO_STEP, HANGS = 290, 291, 292
 
@@ -63,6 +75,8 @@ def reversed_updates(request: Request) -> Iterator[Update]:
             ids = (ids[:-1] or [FIRST_BYTE]) * (most // max(len(ids) - 1, 1) + 1)
         for i, token_id in enumerate(ids[:most]):
             update = Update(request.request_id, index, [token_id], num_cached=len(request.prompt_ids) - 1)
+            if params.pooling is not None:
+                update.pooled = fake_vector(request.prompt_ids).tobytes()
             if params.logprobs is not None:
                 update.logprobs = [fake_logprobs(token_id, params.logprobs)]
             if params.prompt_logprobs is not None and i == index == 0:
@@ -76,6 +90,11 @@ def reversed_updates(request: Request) -> Iterator[Update]:
             yield update
             if update.finish_reason is not None:
                 break
+
+
+def fake_vector(prompt_ids: list[int]) -> npt.NDArray[np.float32]:
+    """How often ids have each of their remainders by the vector's size."""
+    return np.bincount([i % POOLING.size for i in prompt_ids], minlength=POOLING.size).astype(np.float32)
 
 
 def fake_logprobs(token_id: int, num_top: int) -> TokenLogprobs:

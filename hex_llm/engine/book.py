@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from hex_llm.admission import Limits, check_request, max_len_of, narrowing_field
 from hex_llm.engine.constraints import Constraint, TokenRules
 from hex_llm.engine.masks import MaskPool
@@ -41,6 +44,7 @@ class Choice:
     seed: int
     constraint: Constraint
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not told yet
+    pooled: npt.NDArray[Any] | None = None  # of the prompt so far, if it is wanted
     next_mask: Future[Ints | None] | None = None  # while it is being made
     is_late: bool = False  # a step has waited for that mask
 
@@ -163,6 +167,8 @@ class RequestBook:
             return
         update = Update(sequence.request_id, sequence.index, token_ids, logprobs)
         update.prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, []
+        if choice.pooled is not None:
+            update.pooled = choice.pooled.astype(np.float32).tobytes()
         update.num_cached = sequence.num_cached or 0
         self._updates.append(update)
         if sequence.finish_reason is not None:
@@ -249,6 +255,8 @@ class RequestBook:
         stop_ids = frozenset(params.stop_token_ids) | frozenset(spec.eos_ids if ends else ())
         seed, rules = self._seed_of(request), TokenRules(request, stop_ids, spec.vocab_size)
         kv_root = root_key(request.cache_salt, active.scheduler.pool.kv_dtype)
+        # Who wants the prompt's log-probabilities needs all of it computed.
+        needs_all = params.prompt_logprobs is not None or params.pooling in ("mean", "cls")
         choices: list[Choice] = []
         for index in range(params.num_choices):
             constraint = Constraint(rules, matcher.copy() if matcher and index else matcher)
@@ -261,8 +269,7 @@ class RequestBook:
                 index,
                 request.priority,
                 recompute_len=spec.recompute_len,
-                # Who wants the prompt's log-probabilities needs all of it computed.
-                cache_key=kv_root if params.prompt_logprobs is None else None,
+                cache_key=None if needs_all else kv_root,
                 extra_keys=request.extra_keys,
                 cache_len=spec.uniform_len,
                 waits_for_tokens=constraint.follows_tokens,

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ from hex_llm.scheduling.limits import StepTimes
 from hex_llm.scheduling.scheduler import Scheduler
 from hex_llm.scheduling.sequence import Sequence
 from hex_llm.text.grammar import GrammarFactory
-from hex_llm.types import Request, StepPlan, Update
+from hex_llm.types import Pooling, Request, StepPlan, Update
 
 MIN_WAITED_S = 2e-4  # for a step; if it is waited for less, the host may have come too late
 
@@ -37,6 +38,7 @@ class Engine:
         runner: Runner,
         num_blocks: int,
         grammars: GrammarFactory | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         self.config, self.spec = config, spec
         self.stepper = Stepper(config, spec, runner, num_blocks)
@@ -49,6 +51,8 @@ class Engine:
             runner.paddings.limits.max_sequences,
             tuple(spec.eos_ids),
             config.allow_priority,
+            replace(pooling or Pooling(), size=spec.hidden_size),
+            config.runner in ("auto", "generate"),
         )
         self.book = RequestBook(spec, self.limits, grammars, config.seed)
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it
@@ -157,6 +161,8 @@ class Stepper:
         self._note_time(step)
         with self.runner.recorder.phase("tell"):
             self._keep_prompt_logprobs(book, step, sequences)
+            if any(sequence.params.pooling for sequence in sequences):
+                self._keep_pooled(book, step, sequences)
             for row, token_ids in self.scheduler.collect(step.plan, sequences, chosen.token_ids):
                 num_top = sequences[row].params.logprobs
                 logprobs = [] if num_top is None else chosen.logprobs(row, len(token_ids), num_top)
@@ -250,6 +256,27 @@ class Stepper:
                 following = np.array(prompt[chunk.position + 1 : chunk.end + 1], np.int32)
                 rows = self.runner.prompt_logprobs(step, row, following)
                 choice.prompt_logprobs[chunk.position :] = unpack_logprobs(rows, num_top)
+
+    def _keep_pooled(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
+        hidden, end = np.asarray(step.hidden), 0
+        for chunk, sequence in zip(step.plan.chunks, sequences, strict=True):
+            start, end, kind = end, end + chunk.num_tokens, sequence.params.pooling
+            choice = book.choice_of(sequence)
+            if kind is None or choice is None:
+                continue
+            if kind == "mean":  # what a preemption has left of an earlier sum does not count
+                before = choice.pooled if chunk.position and choice.pooled is not None else 0
+                total = before + hidden[start:end].sum(axis=0, dtype=np.float64)
+                choice.pooled = total / chunk.end if chunk.samples else total
+            elif kind == "cls" and chunk.position == 0:
+                choice.pooled = hidden[start]
+            elif kind == "last" and chunk.samples:
+                choice.pooled = hidden[end - 1]
+            elif kind == "tokens" and chunk.samples:
+                ids = np.array(sequence.params.allowed_token_ids or (), np.int32)
+                choice.pooled = self.runner.logprobs_of(hidden[end - 1 : end].repeat(len(ids), 0), ids)[
+                    "logprob"
+                ]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

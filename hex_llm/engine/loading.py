@@ -28,6 +28,7 @@ from hex_llm.text.grammar import GrammarFactory
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.weights.checkpoint import Checkpoint
 from hex_llm.weights.model_files import ModelFiles, open_model, open_tokenizer
+from hex_llm.weights.pooling import pooling_of
 from hex_llm.weights.quantization import quantization_of
 from hex_llm.weights.quantized import dequantized
 from hex_llm.weights.source import fetch_for
@@ -103,7 +104,7 @@ def build_engine(
     with explained(config, "allocating the KV cache", memory):
         runner = Runner(held, weights, mesh, paddings, num_blocks, dtype, kept_in)
     grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
-    return Engine(config, held, runner, num_blocks, grammars)
+    return Engine(config, held, runner, num_blocks, grammars, pooling_of(config, files.path, tokenizer))
 
 
 def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> Checkpoint | None:

@@ -167,7 +167,10 @@ class Runner:
         """Rows of results.TOKEN: of the tokens that follow the first ones of a step's prefill. Rare, so the
         host hands pieces of one size to one program instead of every step carrying the work along."""
         start = sum(chunk.num_tokens for chunk in step.plan.chunks[:row])
-        hidden = np.asarray(step.hidden)[start : start + len(following)]
+        return self.logprobs_of(np.asarray(step.hidden)[start : start + len(following)], following)
+
+    def logprobs_of(self, hidden: npt.NDArray[Any], following: Ints) -> npt.NDArray[Any]:
+        """Rows of results.TOKEN: of a token behind each hidden state."""
         program, pieces = self.program(PromptLogprobs(PROMPT_ROWS)), [np.zeros(0, TOKEN)]
         for i in range(0, len(following), PROMPT_ROWS):
             part = [_padded(x[i : i + PROMPT_ROWS], PROMPT_ROWS) for x in (hidden, following)]

@@ -25,6 +25,7 @@ from hex_llm.ipc.protocol import Ready, Refused, Step
 from hex_llm.ipc.stats import EngineState, EngineStatus
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
+from hex_llm.types import Pooling
 from hex_llm.weights.model_files import open_tokenizer
 from hex_llm.weights.source import fetch_for, pinned
 
@@ -62,6 +63,11 @@ class EngineClient:
     def max_len(self) -> int:
         assert self.limits is not None, "not loaded yet"
         return self.limits.longest
+
+    @property
+    def pooling(self) -> Pooling:
+        assert self.limits is not None, "not loaded yet"
+        return self.limits.pooling
 
     @property
     def max_sequences(self) -> int:

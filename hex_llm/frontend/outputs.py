@@ -126,6 +126,7 @@ class OutputCollector:
         self.request = request
         self.prompt = prompt
         self.num_cached = 0
+        self.pooled = b""
         self._tokenizer = tokenizer
         params = request.params
         echoed = [self._prompt_text()] if params.echo else []
@@ -150,6 +151,7 @@ class OutputCollector:
             return False
         if update.num_cached > self.num_cached:
             self.num_cached = update.num_cached
+        self.pooled = update.pooled or self.pooled
         if update.prompt_logprobs:
             self._prompt_logprobs += update.prompt_logprobs
         if not choice.add(update, self.request.params.include_stop_str_in_output):
@@ -184,6 +186,7 @@ class OutputCollector:
             None if num_top is None else listed(self.prompt_logprobs(num_top)),
             self.num_cached,
             self.finished,
+            self.pooled,
         )
 
     def prompt_logprobs(self, num_top: int, unknown: Any = None) -> Named:

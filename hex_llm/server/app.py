@@ -1,4 +1,4 @@
-"""The HTTP application: all routes, the gate before them, and every error in OpenAI's shape.
+"""The HTTP application: all routes, the gate before them, and every error in its dialect's shape.
 
 A factory, no global state; jax is out of reach from here.
 """
@@ -14,12 +14,13 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError
 from hex_llm.server import metrics as measured
 from hex_llm.server import page, tokens
+from hex_llm.server.anthropic import routes as anthropic
 from hex_llm.server.common.backend import Backend
-from hex_llm.server.common.replies import error, problem_of
+from hex_llm.server.common.replies import Problem, error_reply, problem_of
 from hex_llm.server.docs import add_docs
 from hex_llm.server.gate import OPEN_PATHS, Gate, all_routes
 from hex_llm.server.metrics import Metrics
-from hex_llm.server.openai import chat, completions, responses
+from hex_llm.server.openai import chat, completions, pooling, responses
 from hex_llm.server.tgi import routes as tgi
 from hex_llm.server.vertex import routes as vertex
 
@@ -29,7 +30,7 @@ def create_app(backend: Backend, config: ServerConfig, metrics: Metrics | None =
     metrics = metrics or Metrics(backend.model_name)
     # The pages of docs_url and redoc_url would fetch scripts from elsewhere.
     app = FastAPI(title="hex_llm", docs_url=None, redoc_url=None)
-    for api in (completions, chat, responses, tgi, tokens, vertex):
+    for api in (completions, chat, responses, pooling, anthropic, tgi, tokens, vertex):
         app.include_router(api.routes(backend, config))
     app.include_router(page.routes())
     app.include_router(measured.routes(backend, metrics))
@@ -55,16 +56,21 @@ def methods_at(app: FastAPI, request: Request) -> set[str]:
     return {method for route in routes for method in getattr(route, "methods", ())}
 
 
+def error_of(request: Request, problem: Problem) -> Response:
+    shape = getattr(request.scope.get("route"), "error_body", Problem.body)
+    return error_reply(problem.status, shape(problem))
+
+
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(HexError)
     @app.exception_handler(Exception)
-    async def failed(_: Request, problem: Exception) -> Response:
-        return error(*problem_of(problem))
+    async def failed(request: Request, problem: Exception) -> Response:
+        return error_of(request, problem_of(problem))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, problem: HTTPException) -> Response:
-        reply = error(problem.status_code, str(problem.detail))
+        reply = error_of(request, Problem(problem.status_code, str(problem.detail)))
         reply.headers.update(problem.headers or {})
         if "allow" in reply.headers:
             reply.headers["allow"] = ", ".join(sorted(methods_at(app, request)))

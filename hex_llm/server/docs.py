@@ -17,6 +17,7 @@ from pydantic import Field
 from pydantic.json_schema import models_json_schema
 
 from hex_llm import __version__
+from hex_llm.server.anthropic.routes import AnthropicRoute
 from hex_llm.server.common.body import MAX_PROMPTS, Body
 from hex_llm.server.gate import OPEN_PATHS, all_routes
 from hex_llm.server.openai.responses_schemas import ResponsesRequest
@@ -53,7 +54,15 @@ BODIES: dict[str, tuple[type[Body], ...]] = {
 
 STREAMS = {
     **dict.fromkeys(
-        ("chat_completions", "compatible", "completions", "create_response", "generate_stream", "sagemaker"),
+        (
+            "chat_completions",
+            "compatible",
+            "completions",
+            "create_response",
+            "generate_stream",
+            "messages",
+            "sagemaker",
+        ),
         ("text/event-stream",),
     ),
     "vertex_predict": ("text/event-stream", "text/plain"),
@@ -81,6 +90,7 @@ def _object(**properties: Schema) -> Schema:
 
 TEXT, TEXT_OR_NULL, NUMBER = {"type": "string"}, {"type": ["string", "null"]}, {"type": "integer"}
 ERRORS: Schema = {
+    "AnthropicError": _object(type=TEXT, error=_object(type=TEXT, message=TEXT)),
     "Error": _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=NUMBER)),
     "TgiError": _object(error=TEXT, error_type=TEXT),
 }
@@ -149,8 +159,9 @@ def _describe(operation: Schema, route: APIRoute, method: str) -> None:
         replies["503"] = _error(503)
         return
     operation["security"] = [{}, {"key": []}]  # the key is needed where the server has one
+    own_shape = ("AnthropicError",) if isinstance(route, AnthropicRoute) else ()
     for status in (*GATE, *(WITH_BODY if method == "POST" else ())):
-        replies.setdefault(str(status), _error(status))
+        replies.setdefault(str(status), _error(status, *own_shape))
     if route.name == "stored_response":
         replies["404"] = _error(404)
         del replies["200"]

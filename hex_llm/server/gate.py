@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -27,7 +28,7 @@ from hex_llm.ipc.stats import EngineState
 from hex_llm.server import page
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.replies import error, error_reply
+from hex_llm.server.common.replies import Problem, error_reply
 from hex_llm.server.metrics import CURRENT, Metrics
 
 log = logging.getLogger(__name__)
@@ -89,13 +90,14 @@ class Gate:
 
     def refusal(self, scope: Scope) -> Response | None:
         method, path, headers = scope["method"], scope["path"], Headers(scope=scope)
+        error = partial(self.error, scope)
         if head_size(scope) > MAX_HEAD:
             return error(431, f"the path and the headers have more than {MAX_HEAD} bytes")
         if method in ("GET", "HEAD") and path in page.FILES:
             return None
         is_open = self.is_open(method, path)
         if not is_open and not self.has_key(headers):
-            return error(401, "Authorization: Bearer with the server's key is needed")
+            return error(401, "Authorization: Bearer, or x-api-key, with the server's key is needed")
         if path not in WITHOUT_ENGINE and (trouble := self.trouble(watched=is_open)):
             return error(503, trouble)
         declared = headers.get("content-length", "")
@@ -113,6 +115,11 @@ class Gate:
         except HexError as problem:
             return error_reply(*route.problem_reply(problem))
         return None
+
+    def error(self, scope: Scope, status: int, message: str) -> Response:
+        """As the clients of its path know errors."""
+        shape = (self.declared(scope).get(scope["path"]) or BodyRoute).error_body
+        return error_reply(status, shape(Problem(status, message)))
 
     def is_open(self, method: str, path: str) -> bool:
         """Of the deployment's own health route only GET: it may share its path with a route that answers."""
@@ -136,8 +143,9 @@ class Gate:
         if self.key_hash is None:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        key_hash = sha256(key.strip().encode("latin-1")).digest()
-        return hmac.compare_digest(key_hash, self.key_hash) and scheme.lower() == "bearer"
+        keys = [*([key] if scheme.lower() == "bearer" else ()), *headers.getlist("x-api-key")[:1]]
+        hashes = [sha256(key.strip().encode("latin-1")).digest() for key in keys]
+        return sum(hmac.compare_digest(key_hash, self.key_hash) for key_hash in hashes) > 0
 
     async def within_time(self, scope: Scope, receive: Receive, visit: Visit) -> None:
         """Until the reply begins; from then on the engine keeps the time."""
@@ -149,7 +157,7 @@ class Gate:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            reply = error(504, f"the request has taken longer than {limit} s (--request_timeout)")
+            reply = self.error(scope, 504, f"the request has taken longer than {limit} s (--request_timeout)")
             await reply(scope, receive, visit.send)
 
     def limited(self, receive: Receive) -> Receive:

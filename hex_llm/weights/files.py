@@ -31,7 +31,8 @@ CONFIG = WantedFiles(("config.json", "generation_config.json"), ("config.json",)
 
 
 def choose(names: Iterable[str], wish: WantedFiles, origin: str, joint: str) -> list[str]:
-    """The wanted ones of `names`. Only the top folder counts: the others hold copies in other formats."""
+    """The wanted ones of `names`. Only the top folder counts, for others hold copies in other formats; but at
+    the end, what sentence-transformers' models tell of themselves."""
     names = sorted(names)
     for name in names:
         if name.startswith("/") or ".." in name.split("/"):
@@ -43,7 +44,8 @@ def choose(names: Iterable[str], wish: WantedFiles, origin: str, joint: str) -> 
         return [_single_gguf(top, wish, origin, joint)]
     chosen = like(top, *wish.files)
     copies = like(chosen, "consolidated*.safetensors") if like(chosen, "model*.safetensors") else []
-    return [name for name in chosen if name not in copies]
+    modules = like(names, "[0-9]_*/config.json") if "modules.json" in chosen else []
+    return [name for name in chosen if name not in copies] + modules
 
 
 def _single_gguf(names: list[str], wish: WantedFiles, origin: str, joint: str) -> str:

@@ -23,20 +23,30 @@ class ModelFiles:
     config: Mapping[str, Any]  # as in Hugging Face's config.json
     checkpoint: Checkpoint | None  # None: only the config was wanted
     open_tokenizer: Callable[[str], Tokenizer]  # by --tokenizer_mode
+    path: Path
 
 
 def open_model(path: Path, *, trust_remote_code: bool = False, config_only: bool = False) -> ModelFiles:
     """Reads configs and headers only; nothing in the folder is ever executed."""
     if is_gguf(path):
         file = open_gguf(path)
-        return ModelFiles(file.config, None if config_only else file.checkpoint, partial(_of_gguf, file))
+        return ModelFiles(
+            file.config, None if config_only else file.checkpoint, partial(_of_gguf, file), path
+        )
     config = read_config(path)
     if "auto_map" in config and not trust_remote_code:
         raise ModelError(
             "config.json wants its own code to be run (auto_map); hex_llm never runs code from a model: "
             "pass --trust_remote_code to use the built-in architecture instead"
         )
-    return ModelFiles(config, None if config_only else open_safetensors(path), partial(open_tokenizer, path))
+    checkpoint: Checkpoint | None = None if config_only else open_safetensors(path)
+    # Models for embeddings are saved without a head, and without the name of what a head stands on.
+    if checkpoint is not None and "embed_tokens.weight" in checkpoint:
+        checkpoint = {f"model.{name}": tensor for name, tensor in checkpoint.items()}
+    match config.get("architectures"):
+        case [str(name)] if name.endswith("Model"):
+            config |= {"architectures": [f"{name[:-5]}ForCausalLM"], "tie_word_embeddings": True}
+    return ModelFiles(config, checkpoint, partial(open_tokenizer, path), path)
 
 
 def open_tokenizer(path: Path, mode: str = "auto") -> Tokenizer:
@@ -57,13 +67,13 @@ def is_gguf(path: Path) -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json, with the end-of-sequence ids of generation_config.json where there are any."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
-    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     return config if eos is None else {**config, "eos_token_id": eos}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, kind: type = dict) -> Any:
     try:
         if not path.is_file():
             raise ModelError(f"no {path.name} in the model's folder: is this a Hugging Face model?")
@@ -74,6 +84,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path.name} cannot be read ({error.strerror}): check its permissions") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path.name} is not valid JSON: download the model again") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path.name} must hold a JSON object: download the model again")
+    if not isinstance(values, kind):
+        raise ModelError(
+            f"{path.name} must hold a JSON {'object' if kind is dict else 'list'}: download the model again"
+        )
     return values

@@ -24,11 +24,13 @@ from tools.fake_engine import (  # noqa: F401
     FIRST_BYTE,
     HANGS,
     LIMITS,
+    POOLING,
     TEMPLATE,
     ByteCodec,
     FakeEngine,
     byte_tokenizer,
     fake_logprobs,
+    fake_vector,
     fake_worker,
     reversed_updates,
 )
@@ -43,6 +45,7 @@ class FakeBackend:
     model_name = "fake"
     max_len = LIMITS.longest
     max_sequences = 4096
+    pooling = POOLING
     num_turns = 1
 
     def __init__(self, tokenizer: Tokenizer | None = None, *, ready: bool = True) -> None:

@@ -14,9 +14,11 @@ from typing import Any
 
 from hex_llm.sampling_params import MAX_INT
 from hex_llm.server import tokens
+from hex_llm.server.anthropic.schemas import CountRequest, MessagesRequest
 from hex_llm.server.common.body import Body
 from hex_llm.server.openai import schemas
 from hex_llm.server.openai.chat import RESERVED
+from hex_llm.server.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from hex_llm.server.openai.responses_schemas import ResponsesRequest
 from hex_llm.server.tgi import schemas as tgi_schemas
 from hex_llm.server.vertex.schemas import GenerateRequest
@@ -82,6 +84,11 @@ DOORS = [
     Door("/v1/completions", PROMPT, schemas.CompletionRequest),
     Door("/v1/chat/completions", CHAT, schemas.ChatRequest),
     Door("/v1/responses", {"input": HELLO}, ResponsesRequest),
+    Door("/v1/messages", {**CHAT, "max_tokens": 50}, MessagesRequest),
+    Door("/v1/messages/count_tokens", CHAT, CountRequest, streams=False, generates=False),
+    Door("/v1/embeddings", {"input": HELLO}, EmbeddingRequest, streams=False),
+    Door("/v1/score", {"text_1": HELLO, "text_2": HELLO}, ScoreRequest, streams=False),
+    Door("/v1/rerank", {"query": HELLO, "documents": [HELLO]}, RerankRequest, streams=False),
     Door("/generate", PROMPT, GenerateRequest),
     Door("/generate", {"instances": [PROMPT]}, GenerateRequest, ("instances", 0), streams=False),
     Door("/generate", SHARED, GenerateRequest, IN_PARAMETERS, streams=False),
@@ -244,6 +251,8 @@ def _of_chats(door: Door) -> Iterator[Case]:
 
 # ---- JSON
 
+UNKNOWN_FIELDS = ("less deep", "many keys", "a long key", "prototypes", "attributes")  # Anthropic's pass
+
 
 def of_json(door: Door) -> Iterator[Case]:
     good = json.dumps(door.body).encode()
@@ -280,8 +289,9 @@ def of_json(door: Door) -> Iterator[Case]:
         "attributes": inside + b',"__class__":1,"model_config":{}}',
         "an odd key": inside + rb',"\ud800":1}',
     }
+    lenient = issubclass(door.kind, CountRequest)
     for name, content in bad.items():
-        yield Case(name, door.path, content)
+        yield Case(name, door.path, content, EITHER if lenient and name in UNKNOWN_FIELDS else REFUSED)
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x", "", None):
         yield Case(f"type {kind}", door.path, good, content_type=kind)
     for name, content in {"UTF-16": good.decode().encode("utf-16"), "BOM": b"\xef\xbb\xbf" + good}.items():

@@ -46,6 +46,8 @@ def check_refusal(reply: httpx.Response) -> None:
     error = reply.json()["error"]
     if isinstance(error, str):
         assert list(reply.json()) == ["error", "error_type"]  # TGI's
+    elif "type" in reply.json():
+        assert list(error) == ["type", "message"]  # Anthropic's
     else:
         assert list(error) == ["message", "type", "param", "code"]
         assert error["code"] == reply.status_code
@@ -145,7 +147,8 @@ HEADER_TRICKS: dict[str, list[tuple[bytes, bytes]]] = {
     "not ASCII": [(b"authorization", b"Bearer \xff\xfe")],
     "null": [(b"authorization", b"Bearer null")],
     "the second": [(b"authorization", b"Bearer x"), (b"authorization", b"Bearer the-key")],
-    "of a proxy": [(b"proxy-authorization", b"Bearer the-key"), (b"x-api-key", b"the-key")],
+    "of a proxy": [(b"proxy-authorization", b"Bearer the-key"), (b"x-api-keys", b"the-key")],
+    "the second of the other name": [(b"x-api-key", b"x"), (b"x-api-key", b"the-key")],
     "a cookie": [(b"cookie", b"authorization=Bearer the-key; api_key=the-key")],
     "another path": [(b"x-original-url", b"/health"), (b"x-rewrite-url", b"/health")],
     "a prefix": [(b"x-forwarded-prefix", b"/health"), (b"x-forwarded-for", b"127.0.0.1")],

@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeVar
 from hex_llm.frontend.outputs import raise_failure
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.body import Sampling
+from hex_llm.server.common.body import EngineRequest
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import Logprobs, RequestOutput
+from hex_llm.types import Logprobs, Pooling, RequestOutput
 
 T = TypeVar("T")
 Beginning = AbstractAsyncContextManager[Generation]  # entered, a request is under way; left, it is aborted
@@ -34,6 +34,8 @@ class Backend(Protocol):
     def max_sequences(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def pooling(self) -> Pooling: ...
     def check_room(self, num_sequences: int) -> None:
         """To be asked before anything is made for a request's choices: raises InvalidRequest, if so many can
         never be taken together, or QueueFull. Each that is generated is counted then."""
@@ -44,13 +46,15 @@ class Backend(Protocol):
         """A request under way, to be read while it grows; leaving it before its end aborts it."""
 
 
-def begin(backend: Backend, prompt: str | list[int], request: Sampling, params: SamplingParams) -> Beginning:
+def begin(
+    backend: Backend, prompt: str | list[int], request: EngineRequest, params: SamplingParams
+) -> Beginning:
     """As `Backend.generate`, with what the request says besides."""
     return backend.generate(prompt, params, priority=request.priority, cache_salt=request.cache_salt)
 
 
 async def answer(
-    backend: Backend, prompt: str | list[int], request: Sampling, params: SamplingParams
+    backend: Backend, prompt: str | list[int], request: EngineRequest, params: SamplingParams
 ) -> RequestOutput:
     """All of it; when the caller is cancelled, so is the request."""
     async with begin(backend, prompt, request, params) as generation:

@@ -244,13 +244,17 @@ class Structured(Body):
 # ---- requests
 
 
-class Sampling(Body):
-    """The fields of SamplingParams, whose defaults they have, and of requests of every kind."""
+class EngineRequest(Body):
+    """What requests of every kind have."""
 
     model: str = ""  # there is only one, which --strict_model_name holds it to
     user: str = ""
     priority: Whole = 0
     cache_salt: str = ""
+
+
+class Sampling(EngineRequest):
+    """The fields of SamplingParams, whose defaults they have."""
 
     n: Whole | None = None
     best_of: Whole | None = None

@@ -18,7 +18,7 @@ from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read
 from hex_llm.sampling_params import is_unicode
 from hex_llm.server.common.body import Body, parse, shown
-from hex_llm.server.common.replies import problem_of
+from hex_llm.server.common.replies import Problem, problem_of
 
 LARGE_BODY = 32 << 10  # bytes
 
@@ -44,10 +44,15 @@ class BodyRoute(APIRoute):
     needs_room = True  # a full server refuses it unread
 
     @staticmethod
-    def problem_reply(error: Exception) -> tuple[int, dict[str, Any]]:
+    def error_body(problem: Problem) -> dict[str, Any]:
+        """In the shape that its clients know."""
+        return problem.body()
+
+    @classmethod
+    def problem_reply(cls, error: Exception) -> tuple[int, dict[str, Any]]:
         """The status and the body for its clients."""
         problem = problem_of(error)
-        return problem.status, problem.body()
+        return problem.status, cls.error_body(problem)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()

@@ -113,10 +113,6 @@ def problem_of(error: Exception) -> Problem:
     return Problem(500, "internal error; the server's log tells more")
 
 
-def error(status: int, message: str, param: str | None = None) -> JSONResponse:
-    return error_reply(status, Problem(status, message, param).body())
-
-
 def error_reply(status: int, body: dict[str, Any]) -> JSONResponse:
     """In whatever shape a dialect gives the body."""
     return JSONResponse(body, status, ERROR_HEADERS.get(status))

@@ -25,6 +25,11 @@ Prompts = Annotated[
 ]
 
 
+def listed(prompts: Prompts) -> Sequence[str | list[int]]:
+    one = isinstance(prompts, str) or not prompts or isinstance(prompts[0], int)
+    return [prompts] if one else prompts  # type: ignore[list-item, return-value]
+
+
 # ---- what a chat is made of
 
 
@@ -174,8 +179,7 @@ class CompletionRequest(OpenAIRequest):
     add_special_tokens: bool = True
 
     def prompts(self) -> Sequence[str | list[int]]:
-        one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
+        return listed(self.prompt)
 
 
 class ChatRequest(OpenAIRequest):
