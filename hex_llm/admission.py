@@ -104,7 +104,7 @@ def check_request(request: Request, limits: Limits) -> None:
 
 
 def _truncated(prompt_ids: ListLike[int], params: SamplingParams, limits: Limits) -> list[int]:
-    """The end of the prompt, if only that is wanted; room for one token of output is always left."""
+    """Its end or beginning, if only that is wanted; room for one token of output is always left."""
     most = params.truncate_prompt_tokens
     if most is None:
         # Before a copy is made: a prompt may have any length.
@@ -115,7 +115,8 @@ def _truncated(prompt_ids: ListLike[int], params: SamplingParams, limits: Limits
         raise InvalidRequest.at(
             "truncate_prompt_tokens", f"{most} is more than a prompt may have, {limits.longest - 1}"
         )
-    return _plain(prompt_ids[-max(room, 1) :])
+    kept = max(room, 1)
+    return _plain(prompt_ids[:kept] if params.truncation_side == "right" else prompt_ids[-kept:])
 
 
 def _plain(prompt_ids: ListLike[Any]) -> list[int]:
@@ -171,7 +172,9 @@ def _check_ids(name: str, token_ids: Collection[Any], limits: Limits) -> None:
     for token_id in token_ids:
         if not _is_whole(token_id) or not 0 <= token_id < limits.vocab_size:
             raise InvalidRequest.at(
-                name, f"token id {token_id!r:.40} is not a whole number from 0 to {limits.vocab_size - 1}"
+                name,
+                f"token id {token_id!r:.40} is out of vocabulary: not a whole number from 0 to "
+                f"{limits.vocab_size - 1}, for there are {limits.vocab_size}",
             )
 
 

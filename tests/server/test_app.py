@@ -182,6 +182,7 @@ ACTING: dict[str, tuple[Any, Any]] = {  # what is sent, and what the engine gets
     "prompt_logprobs": (1.0, 1),
     "skip_special_tokens": (False, False),
     "truncate_prompt_tokens": (3.0, 3),
+    "truncation_side": ("right", "right"),
     "structured_outputs": ({"choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
 }
 

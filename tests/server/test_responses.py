@@ -160,7 +160,7 @@ def test_items_of_every_kind_become_messages() -> None:
          "reasoning_content": "Hm."},
         {"role": "tool", "content": "one", "tool_call_id": "c1"},
         {"role": "tool", "content": "two", "tool_call_id": "c2"},
-        {"role": "assistant", "content": None, "tool_calls": [call("c3", "g")]},
+        {"role": "assistant", "content": "", "tool_calls": [call("c3", "g")]},
         {"role": "tool", "content": "", "tool_call_id": "c3"},
         {"role": "user", "content": "So?"},
     ]  # fmt: skip

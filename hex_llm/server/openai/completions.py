@@ -45,15 +45,18 @@ def _reply(
     outputs: Sequence[RequestOutput],
 ) -> Fields:
     as_ids, skip = request.return_tokens_as_token_ids, params.skip_special_tokens
+    written = params.truncate_prompt_tokens is None  # as it was sent, if that was a text
 
     def choice_of(output: RequestOutput, one: CompletionOutput) -> Fields:
-        of_tokens = logprobs.of_completion(backend.tokenizer, output, one, skip_special=skip, as_ids=as_ids)
-        ids = {"token_ids": Listed(one.token_ids)} if _wants_ids(backend, request) else {}
-        return {"text": one.text, "logprobs": of_tokens, **end_of(one), **ids}
+        of_tokens = logprobs.of_completion(
+            backend.tokenizer, output, one, skip_special=skip, as_ids=as_ids, written=written
+        )
+        ids = Listed(one.token_ids) if _wants_ids(backend, request) else None
+        return {"text": one.text, "logprobs": of_tokens, **end_of(one), "token_ids": ids}
 
     choices = []
     for output in outputs:
-        of_prompt: Fields = {}
+        of_prompt: Fields = {"prompt_logprobs": None, "prompt_token_ids": None}
         if params.prompt_logprobs is not None:  # the same for each choice
             of_prompt["prompt_logprobs"] = msgspec.Raw(encode(logprobs.of_prompt(output)))
         if request.return_token_ids:
@@ -126,7 +129,7 @@ class GrowingText:
         return (fields,)
 
     def _logprobs_of(self, news: StreamDelta, text: str, each: Sequence[Logprobs], ended: bool) -> Fields:
-        ids = news.delta.token_ids
+        ids, num_echoed = news.delta.token_ids, 0
         if self._begun:
             self._text += text
         else:
@@ -135,9 +138,10 @@ class GrowingText:
                 assert self._params.logprobs is not None
                 collector = news.generation.collector
                 assert isinstance(each, Named)
+                num_echoed = len(collector.request.prompt_ids) if collector.decodes_prompt else 0
                 ids = [*collector.request.prompt_ids, *ids]
                 each = collector.prompt_logprobs(self._params.logprobs, {}) + each
-        return self._logprobs.add(ids, each, self._text, ended=ended)
+        return self._logprobs.add(ids, each, self._text, ended=ended, num_echoed=num_echoed)
 
 
 async def completion_reply(

@@ -23,6 +23,8 @@ from hex_llm.types import CompletionOutput, RequestOutput
 
 Fields = dict[str, Any]
 NULL = b"null"
+# Of a whole reply: what clients may read, and nothing is in.
+UNSAID = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
 
 
 def check_model(backend: Backend, config: ServerConfig, model: str) -> None:
@@ -46,6 +48,7 @@ def whole(head: Fields, outputs: Sequence[RequestOutput], choices: Iterable[Fiel
     return {
         **head,
         "choices": [{"index": i, **choice} for i, choice in enumerate(choices)],
+        **UNSAID,
         "usage": usage(prompts, num_output, sum(output.num_cached_tokens for output in outputs)),
     }
 
@@ -102,7 +105,7 @@ class ChunkStream(ReplyStream):
         self._head = head
         self._start = b'data: %b,"choices":[{"index":' % encode(head)[:-1]  # the same for all: made once
         self._tells_prompt_ids = tells_prompt_ids
-        self._every_chunk_counts = options.continuous_usage_stats
+        self._every_chunk_counts = options.include_usage and options.continuous_usage_stats
         self._last_chunk_counts = usage_at_end and not options.include_usage
         self._has_usage_chunk = options.include_usage
         self._num_open = len(self._choices)
@@ -128,15 +131,17 @@ class ChunkStream(ReplyStream):
         """`more` is JSON of further fields of the chunk, behind a comma."""
         is_last = self._num_open == 0 and choice["finish_reason"] is not None
         counts = self._every_chunk_counts or (self._last_chunk_counts and is_last)
-        used = encode(self._usage()) if counts else NULL
+        used = NULL
+        if counts:  # a chunk that only says who speaks says nothing of tokens
+            used = encode(self._usage(0 if "role" in choice.get("delta", ()) else self._num_output))
         return b'%b%d,%b],"usage":%b%b}\n\n' % (self._start, index, encode(choice)[1:], used, more)
 
     def _end(self) -> bytes:
         if not self._has_usage_chunk:
             return DONE
-        return event({**self._head, "choices": [], "usage": self._usage()}) + DONE
+        return event({**self._head, "choices": [], "usage": self._usage(self._num_output)}) + DONE
 
-    def _usage(self) -> Fields:
+    def _usage(self, num_output: int) -> Fields:
         collectors = [generation.collector for generation in self._generations.values()]
         num_cached = sum(collector.num_cached for collector in collectors)
-        return usage((one.request.prompt_ids for one in collectors), self._num_output, num_cached)
+        return usage((one.request.prompt_ids for one in collectors), num_output, num_cached)

@@ -9,12 +9,13 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.common.body import MAX_PROMPTS, Body, Sampling, Texts, TokenIds, Whole, fault, shown
 
+BOOLEANS = {"true": True, "false": False}  # as some clients write them
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PromptTexts = Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
 IdLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
@@ -28,7 +29,14 @@ Prompts = Annotated[
 # ---- what a chat is made of
 
 
-class TextPart(Body):
+class Replayed(Body):
+    """What clients have got from us or from others, and send back with fields of their own."""
+
+    model_config = ConfigDict(extra="allow")
+    takes_more = True
+
+
+class TextPart(Replayed):
     type: Literal["text"]
     text: str
 
@@ -43,62 +51,57 @@ def joined(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class CalledFunction(Body):
+class CalledFunction(Replayed):
     name: str
     arguments: str | dict[str, Any] = ""
-    parsed_arguments: Any = None  # OpenAI's client sends back what it has made of the others
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Self:
-        """OpenAI's clients send JSON text; templates print objects."""
+        """OpenAI's clients send JSON text; templates print objects. What a model has written amiss, a
+        conversation cannot get rid of any more: as in vLLM it is an empty one."""
         if isinstance(self.arguments, str):
             try:
-                self.arguments = json.loads(self.arguments or "{}")
+                parsed = json.loads(self.arguments)
             except (ValueError, RecursionError):
-                self.arguments = ""
-        if not isinstance(self.arguments, dict):
-            raise ValueError("arguments must be a JSON object, or one as text")
+                parsed = None
+            self.arguments = parsed if isinstance(parsed, dict) else {}
         return self
 
 
-class ToolCall(Body):
+class ToolCall(Replayed):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # a stream told it
 
     def plain(self) -> dict[str, Any]:
         called = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": self.type, "function": called}
 
 
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+class Message(Replayed):
+    """Roles and fields that are not known are the template's."""
+
+    role: Annotated[str, Field(min_length=1, max_length=128)]
     content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field([])
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name of the same
-    parsed: Any = None  # OpenAI's client sends back what it has made of the content
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
         """Only an assistant need not say anything."""
-        calls = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
-        says = {"content": {"type": ["string", "array"]}}
         schema["anyOf"] = [
-            {"properties": says, "required": ["content"]},
-            {"properties": calls, "required": ["tool_calls"]},
+            {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+            {"properties": {"role": {"const": "assistant"}}},
         ]
 
     @model_validator(mode="after")
     def _fits_the_role(self) -> Self:
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content or self.reasoning):
             raise ValueError("only an assistant calls tools and reasons")
-        if self.role != "tool" and self.tool_call_id is not None:
-            raise ValueError("tool_call_id is for the role tool")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":
             raise ValueError("content is missing")
         return self
 
@@ -114,7 +117,8 @@ class Message(Body):
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
-        return {"role": self.role, "content": self.text} | {n: v for n, v in optional.items() if v}
+        known = {"role": self.role, "content": self.text} | {n: v for n, v in optional.items() if v}
+        return {**(self.model_extra or {}), **known}
 
 
 class Function(Body):
@@ -181,7 +185,7 @@ class CompletionRequest(OpenAIRequest):
 class ChatRequest(OpenAIRequest):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Whole | None = None  # the newer name of max_tokens
-    logprobs: bool = False
+    logprobs: Annotated[bool, BeforeValidator(lambda value: BOOLEANS.get(str(value), value))] = False
     top_logprobs: Whole | None = None
     echo: bool = False  # the reply begins with the last message, if that is an assistant's
     metadata: dict[str, str] | None = None
