@@ -14,7 +14,7 @@ from operator import index
 from typing import Any, SupportsIndex
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.sampling_params import MAX_INT, SamplingParams, is_unicode
+from hex_llm.sampling_params import MAX_INT, MAX_LOGPROBS, SamplingParams, is_unicode
 from hex_llm.text.bad_words import bad_word_ids
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import Request
@@ -37,6 +37,7 @@ class Limits:
     max_sequences: int = MAX_INT  # waiting and running
     eos_ids: tuple[int, ...] = ()
     allows_priority: bool = True
+    max_logprobs: int = MAX_LOGPROBS
 
     @property
     def longest(self) -> int:
@@ -89,7 +90,7 @@ def check_request(request: Request, limits: Limits) -> None:
             f"prompt and output together may have {max_len}",
         )
     _check_blocks(max_len, limits)
-    _check_logprobs(request, max_len)
+    _check_logprobs(request, max_len, limits.max_logprobs)
     if params.structured_outputs is not None and not limits.reads_text:
         raise InvalidRequest.at("structured_outputs", "this server has no tokenizer")
     if not _is_whole(request.priority) or abs(request.priority) > MAX_INT:
@@ -154,10 +155,12 @@ def _check_blocks(max_len: int, limits: Limits) -> None:
         )
 
 
-def _check_logprobs(request: Request, max_len: int) -> None:
+def _check_logprobs(request: Request, max_len: int, most: int) -> None:
     """Of all choices together: a reply holds them all, and repeats the prompt's for each."""
     params, num_prompt = request.params, len(request.prompt_ids)
     for name, num_tokens in {"logprobs": max_len - num_prompt, "prompt_logprobs": num_prompt}.items():
+        if (getattr(params, name) or 0) > most:
+            raise InvalidRequest.at(name, f"more than {most} are not told here (--max_logprobs)")
         if (getattr(params, name) or 0) * num_tokens * params.num_choices > MAX_LIKELIEST:
             raise InvalidRequest.at(
                 name,

@@ -49,6 +49,7 @@ class Engine:
             runner.paddings.limits.max_sequences,
             tuple(spec.eos_ids),
             config.allow_priority,
+            config.max_logprobs,
         )
         self.book = RequestBook(spec, self.limits, grammars, config.seed)
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it

@@ -120,7 +120,7 @@ def test_fields_that_change_nothing_are_taken(backend: FakeBackend, path: str) -
         ("stream", "yes"),
         ("tools", [{}]),
         ("tool_choice", "required"),
-        ("use_beam_search", True),
+        ("use_beam_search", 1),
         *(
             ("response_format", value)
             for value in [

@@ -9,7 +9,7 @@ shapes are checked here; what values a request may have, SamplingParams and the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from itertools import islice
@@ -290,9 +290,10 @@ class Sampling(Body):
     def describe(cls, schema: dict[str, Any]) -> None:
         describe_limits(schema)
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """Raises InvalidRequest for what is not allowed."""
-        return SamplingParams(**self.sampled(), structured_outputs=self._constraint())
+        sampled = {**(defaults or {}), **self.sampled()}
+        return SamplingParams(**sampled, structured_outputs=self._constraint())
 
     def sampled(self) -> dict[str, Any]:
         """Those of SamplingParams that were sent."""

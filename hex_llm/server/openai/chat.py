@@ -20,14 +20,23 @@ from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import LONG_TEXT, read
 from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
-from hex_llm.server.common.backend import Backend, answer, begin, size_of
+from hex_llm.server.common.backend import Backend, answer, begin, size_of, together
 from hex_llm.server.common.body import check_num_values, shown, values_in
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed, Whole
 from hex_llm.server.common.streams import ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
-from hex_llm.server.openai.replies import ChunkStream, Fields, check_model, end_of, given, head_of, whole
-from hex_llm.server.openai.schemas import ChatRequest
+from hex_llm.server.openai.replies import (
+    ChunkStream,
+    Fields,
+    answered,
+    check_model,
+    end_of,
+    given,
+    head_of,
+    whole,
+)
+from hex_llm.server.openai.schemas import BatchChatRequest, ChatRequest
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, may_reason, reasoning_parser
 from hex_llm.text.tokenizer import Tokenizer
@@ -62,6 +71,7 @@ def check_parsers(config: ServerConfig) -> None:
 
 
 async def chat_reply(backend: Backend, request: Request, body: ChatRequest, config: ServerConfig) -> Response:
+    body.follow(config)
     if body.stream:
         return await streamed(request, await stream_chat(backend, body, config))
     return await unless_gone(request, chat(backend, body, config))
@@ -69,7 +79,7 @@ async def chat_reply(backend: Backend, request: Request, body: ChatRequest, conf
 
 async def chat(backend: Backend, request: ChatRequest, config: ServerConfig) -> Whole:
     talk = await prepare(backend, request, config)
-    output = await answer(backend, talk.prompt_ids, request, talk.params)
+    output = await answered(backend, talk.prompt_ids, request, talk.params)
     head = head_of(backend, request, "chatcmpl", "chat.completion")
     return Whole(size_of(output), partial(_reply, talk, head, output))
 
@@ -101,6 +111,20 @@ async def stream_chat(
     )
 
 
+async def chat_batch(backend: Backend, request: BatchChatRequest, config: ServerConfig) -> Whole:
+    chats = request.chats()
+    backend.check_room(len(chats))
+    talks = [await prepare(backend, chat, config) for chat in chats]
+    outputs = await together(answer(backend, talk.prompt_ids, request, talk.params) for talk in talks)
+    head = head_of(backend, request, "chatcmpl", "chat.completion")
+
+    def make() -> Fields:
+        pairs = zip(talks, outputs, strict=True)
+        return whole(head, outputs, [talk.choice(output.outputs[0]) for talk, output in pairs])
+
+    return Whole(size_of(*outputs), make)
+
+
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     """Raises ConfigError for a parser that is not known."""
     check_parsers(config)
@@ -109,6 +133,11 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     @router.post("/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await chat_reply(backend, request, body, config)
+
+    @router.post("/chat/completions/batch")
+    async def chat_completions_batch(body: BatchChatRequest, request: Request) -> Response:
+        body.follow(config)
+        return await unless_gone(request, chat_batch(backend, body, config))
 
     return router
 
@@ -190,7 +219,7 @@ def _num_chars(request: ChatRequest) -> int:
 
 
 def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_prompt: bool) -> PreparedChat:
-    params, tokenizer = request.params(), backend.tokenizer
+    params, tokenizer = request.params(backend.sampling_defaults), backend.tokenizer
     if not only_prompt:
         backend.check_room(params.num_choices)
     if tokenizer is None:

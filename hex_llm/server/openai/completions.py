@@ -17,12 +17,12 @@ from hex_llm.config import ServerConfig
 from hex_llm.frontend.beside import read
 from hex_llm.frontend.outputs import Named
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.backend import Backend, answer, begin, size_of, together
+from hex_llm.server.common.backend import Backend, begin, size_of, together
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed, Whole, encode
 from hex_llm.server.common.streams import ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
-from hex_llm.server.openai.replies import ChunkStream, Fields, check_model, end_of, head_of, whole
+from hex_llm.server.openai.replies import ChunkStream, Fields, answered, check_model, end_of, head_of, whole
 from hex_llm.server.openai.schemas import CompletionRequest
 from hex_llm.types import CompletionOutput, Logprobs, RequestOutput
 
@@ -30,9 +30,9 @@ KIND = ("cmpl", "text_completion")
 
 
 async def complete(backend: Backend, request: CompletionRequest) -> Whole:
-    params = request.params()
+    params = request.params(_defaults(backend))
     prompts = await _prompts(backend, request, params)
-    outputs = await together(answer(backend, prompt, request, params) for prompt in prompts)
+    outputs = await together(answered(backend, prompt, request, params) for prompt in prompts)
     head = head_of(backend, request, *KIND)
     return Whole(size_of(*outputs), partial(_reply, backend, request, params, head, outputs))
 
@@ -66,7 +66,7 @@ def _reply(
 
 
 async def stream_completion(backend: Backend, request: CompletionRequest) -> ReplyStream:
-    params = request.params()
+    params = request.params(_defaults(backend))
     prompts = await _prompts(backend, request, params)
     beginnings = [begin(backend, prompt, request, params) for prompt in prompts]
     head = head_of(backend, request, *KIND)
@@ -86,6 +86,11 @@ async def _prompts(
         await read(len(prompt), partial(encode_text, prompt)) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
+
+
+def _defaults(backend: Backend) -> Fields:
+    """Completions have a length of their own."""
+    return {name: value for name, value in backend.sampling_defaults.items() if name != "max_tokens"}
 
 
 def _wants_ids(backend: Backend, request: CompletionRequest) -> bool:
@@ -148,6 +153,7 @@ async def completion_reply(
     backend: Backend, request: Request, body: CompletionRequest, config: ServerConfig
 ) -> Response:
     check_model(backend, config, body.model)
+    body.follow(config)
     if body.stream:
         return await streamed(request, await stream_completion(backend, body))
     return await unless_gone(request, complete(backend, body))

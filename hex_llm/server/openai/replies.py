@@ -14,7 +14,8 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest, UnknownModel
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.backend import Backend, Beginning
+from hex_llm.server.common.backend import Backend, Beginning, answer
+from hex_llm.server.common.beams import beam_search
 from hex_llm.server.common.body import shown
 from hex_llm.server.common.replies import DONE, encode, event
 from hex_llm.server.common.streams import ReplyStream, StreamDelta, refuse_best_of
@@ -31,6 +32,14 @@ def check_model(backend: Backend, config: ServerConfig, model: str) -> None:
     """Who names no model means the one that there is."""
     if config.strict_model_name and model and model != backend.model_name:
         raise UnknownModel(f"The model `{shown(model)}` does not exist.", "model")
+
+
+async def answered(
+    backend: Backend, prompt: str | list[int], request: OpenAIRequest, params: SamplingParams
+) -> RequestOutput:
+    if request.use_beam_search:
+        return await beam_search(backend, prompt, request, params, request.length_penalty)
+    return await answer(backend, prompt, request, params)
 
 
 def head_of(backend: Backend, request: OpenAIRequest, prefix: str, kind: str) -> Fields:
@@ -97,6 +106,8 @@ class ChunkStream(ReplyStream):
     ) -> None:
         options = request.stream_options or StreamOptions()
         refuse_best_of(params)
+        if request.use_beam_search:
+            raise InvalidRequest.at("use_beam_search", "not together with stream")
         if params.prompt_logprobs is not None:
             raise InvalidRequest.at("prompt_logprobs", "not together with stream")
         super().__init__(beginnings, self._chunks_of)

@@ -6,11 +6,12 @@ What a template makes of messages, it knows itself: here they become the plain d
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.common.body import MAX_PROMPTS, Body, Sampling, Texts, TokenIds, Whole, fault, shown
@@ -160,15 +161,23 @@ class OpenAIRequest(Sampling):
     stream: bool = False
     stream_options: StreamOptions | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,200}$")] | None = None  # the end of the reply's
+    use_beam_search: bool = False
+    length_penalty: float = 1.0  # of beams
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     safety_identifier: str = ""  # the newer name of user
     prompt_cache_key: str = ""
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest.at("stream_options", "only together with stream")
-        return super().params()
+        return super().params(defaults)
+
+    def follow(self, config: ServerConfig) -> None:
+        """What the server does whether or not it is asked for."""
+        self.return_tokens_as_token_ids |= config.return_tokens_as_token_ids
+        if config.enable_force_include_usage and self.stream:
+            self.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
 
 class CompletionRequest(OpenAIRequest):
@@ -216,10 +225,15 @@ class ChatRequest(OpenAIRequest):
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest.at("top_logprobs", "only together with logprobs")
-        sent["max_tokens"] = newer if newer is not None else self.max_tokens  # None: as long as it gets
+        if newer is not None:
+            sent["max_tokens"] = newer
         sent["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         sent.pop("echo", None)  # the engine's would be that of the whole prompt
         return sent
+
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Unless something is said, a reply gets as long as it can."""
+        return super().params({"max_tokens": None, **(defaults or {})})
 
     def tool_choice_name(self) -> str:
         """none, auto, required, or the name of a tool."""
@@ -233,3 +247,19 @@ class ChatRequest(OpenAIRequest):
         if name == "required" and not names:
             raise InvalidRequest.at("tool_choice", "there are no tools")
         return name if names else "none"
+
+
+class BatchChatRequest(ChatRequest):
+    """vLLM's: several conversations, each of which gets one choice."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[list[Message], Field(fail_fast=True, min_length=1)]],
+        Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS),
+    ]
+
+    def chats(self) -> list[ChatRequest]:
+        for name in ("n", "best_of", "stream", "tools", "use_beam_search", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is True or value not in (None, False, 1, []):
+                raise InvalidRequest.at(name, "not in a batch of chats")
+        return [self.model_copy(update={"messages": messages}) for messages in self.messages]
