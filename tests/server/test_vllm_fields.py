@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+import uvicorn
 
-from hex_llm.config import EngineConfig
+from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.errors import ConfigError, ModelError
 from hex_llm.frontend.client import sampling_defaults
-from hex_llm.launch.local import template_of
+from hex_llm.launch import local
+from hex_llm.launch.connection import connection
+from hex_llm.server.app import create_app
 from tests.server.asking import CHAT, COMPLETIONS, HELLO, ask, post, refusal, stream
 from tests.server.fakes import FIRST_BYTE, FakeBackend, byte_tokenizer
 from tests.server.live import live
@@ -115,6 +121,33 @@ def test_a_prefix_of_paths_and_a_key(backend: FakeBackend) -> None:
             openai.OpenAI(base_url=f"{url}/other/v1", api_key="k").models.list()
 
 
+def test_a_unix_socket(backend: FakeBackend, tmp_path: Path) -> None:
+    path = str(tmp_path / "server.sock")
+    local.bind_unix(path).close()  # a server that has ended leaves its socket behind
+    listener = local.bind_unix(path)
+    assert local.address_of(listener) == f"unix:{path}"
+    app = create_app(backend, ServerConfig())
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=connection(60, 60), log_config=None, lifespan="off", ws="none")
+    )
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=local.new_event_loop) as runner:
+            runner.run(server.serve(sockets=[listener]))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path, retries=9), timeout=30) as client:
+            reply = client.post("http://server/v1/completions", json={"prompt": "ab"})
+        assert reply.json()["choices"][0]["text"] == "ba"
+    finally:
+        server.should_exit = True
+        thread.join()
+    with pytest.raises(ConfigError, match="--uds="):
+        local.bind_unix(str(tmp_path / "no" / "folder"))
+
+
 @pytest.mark.parametrize("form", ["TEXT", "json"])
 def test_balancers_are_told_the_load(backend: FakeBackend, form: str) -> None:
     headers = {"endpoint-load-metrics-format": form}
@@ -132,10 +165,14 @@ def test_balancers_are_told_the_load(backend: FakeBackend, form: str) -> None:
 
 def test_a_chat_template_of_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{{ messages }}")
-    assert template_of(str(tmp_path / "t.jinja")) == template_of("{{ messages }}") == "{{ messages }}"
-    assert template_of(None) is None
+    assert (
+        local.template_of(str(tmp_path / "t.jinja"))
+        == local.template_of("{{ messages }}")
+        == "{{ messages }}"
+    )
+    assert local.template_of(None) is None
     with pytest.raises(ConfigError, match="--chat_template="):
-        template_of(str(tmp_path / "other"))
+        local.template_of(str(tmp_path / "other"))
 
 
 # ---- defaults of the model
