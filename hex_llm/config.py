@@ -182,7 +182,7 @@ class EngineConfig:
         "and none take none, and a folder's is taken instead.",
     )
     max_logprobs: int = model_flag(
-        20, "The most log-probabilities of likeliest tokens that a request may ask for.", low=0, high=20
+        20, "The most log-probabilities of likeliest tokens that a request may ask for; never over 20.", low=0
     )
     seed: int = model_flag(0, "Seeds everything; a request's own seed wins for that request.", low=0)
 
