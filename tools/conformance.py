@@ -50,14 +50,13 @@ FOLDERS = {
 }
 FILES = [f"{folder}/test_{name}.py" for folder, names in FOLDERS.items() for name in names.split()]
 # Left out of what the tests tell a server: what says nothing about its answers and costs a CPU its time, what
-# is of devices or of vLLM's own parts, and adapters, which are not built. Lengths are bounded: a small model
-# may never come to an end.
+# is of devices or of vLLM's own parts, and adapters, which are not built.
 LAUNCHER = """#!{python}
 import os, sys
 WITH_VALUE = {{
     "--dtype", "--gpu-memory-utilization", "--max-num-seqs", "--limit-mm-per-prompt", "--attention-backend",
     "--lora-modules", "--max-lora-rank", "--max-cpu-loras", "--api-server-count", "--runner",
-    "--chat-template-content-format", "--reasoning-config", "--max-model-len",
+    "--chat-template-content-format", "--reasoning-config",
 }}
 ALONE = ("--enforce-eager", "--enable-lora", "--show-hidden-metrics-for-version")
 given, kept = iter(sys.argv[2:]), []
@@ -68,7 +67,7 @@ for one in given:
         kept.append(one)
 model = kept.pop(0)
 name = [] if "--served-model-name" in kept else ["--served-model-name", model]
-ours = [*name, "--max-num-seqs=8", "--no-warmup", "--max-model-len=1024"]
+ours = [*name, "--max-num-seqs=8", "--no-warmup"]
 os.environ.pop("HF_HUB_OFFLINE", None)
 os.environ["PYTHONPATH"] = {root!r}
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1"
