@@ -73,6 +73,7 @@ def test_beams_that_cannot_be(backend: FakeBackend, path: str) -> None:
         ({"n": 11}, "use_beam_search"),
         ({"guided_regex": "a"}, "structured_outputs"),
         ({"stop": "a"}, "stop"),
+        ({"max_tokens": 513}, "max_tokens"),
     ):
         reply = ask(backend, "POST", path, json={**HELLO[path], **BEAMS, **change})
         assert refusal(reply)["param"] == param

@@ -19,6 +19,7 @@ from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import CompletionOutput, FinishReason, Logprobs, RequestOutput
 
 MAX_WIDTH = MAX_LOGPROBS // 2  # each step looks at twice as many tokens
+MAX_STEPS = 512  # each of which looks at all tokens anew; that many also if nothing is said
 NOT_WITH_BEAMS = (
     "structured_outputs",
     "prompt_logprobs",
@@ -49,6 +50,8 @@ async def beam_search(
         raise InvalidRequest.at("use_beam_search", "this server has no tokenizer (--skip_tokenizer_init)")
     if width > MAX_WIDTH:
         raise InvalidRequest.at("use_beam_search", f"at most {MAX_WIDTH} beams (n or best_of)")
+    if (params.max_tokens or 0) > MAX_STEPS:
+        raise InvalidRequest.at("max_tokens", f"at most {MAX_STEPS} with use_beam_search")
     for name in NOT_WITH_BEAMS:
         if getattr(params, name):
             raise InvalidRequest.at(name, "not together with use_beam_search")
@@ -63,7 +66,7 @@ async def beam_search(
         return sorted(some, key=lambda beam: beam.score(len(prompt), penalty), reverse=True)[:most]
 
     beams, ended, num_cached = [Beam()], list[Beam](), 0
-    for _ in range(max(min(params.max_tokens or room, room), 1)):
+    for _ in range(max(min(params.max_tokens or MAX_STEPS, room), 1)):
         steps = await together(answer(backend, [*prompt, *beam.ids], request, one) for beam in beams)
         num_cached = num_cached or steps[0].num_cached_tokens
         grown = [new for beam, step in zip(beams, steps, strict=True) for new in _grown(beam, step, ends)]
