@@ -17,7 +17,7 @@ SERVE_FLAGS ?= --max_decode_seqs=8 --max_model_len=2048
 COMPILE_FAST := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 \
 	--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
 
-.PHONY: serve test fast-tests check test-all bench bench-load tpu-compile format clean
+.PHONY: serve test fast-tests check test-all bench bench-load tpu-compile conformance format clean
 
 serve: $(SERVER)  ## fetch the embedded default model and serve it; ARGS="--port=8000 …" adds flags
 	$(BIN)/hex-llm serve $(SERVE_FLAGS) $(ARGS)
@@ -45,6 +45,9 @@ bench-load: $(TESTS)  ## peak host memory of loading a sharded 2 GB checkpoint o
 
 tpu-compile: $(SERVER)  ## compile large models for TPU slices, without TPUs; without libtpu they are only lowered
 	$(BIN)/python -m tools.tpu_compile $(ARGS)
+
+conformance: $(TESTS)  ## vLLM's own tests against this server; hours. ARGS="chat_completion" runs those files alone
+	$(BIN)/python -m tools.conformance $(ARGS)
 
 format: $(TESTS)
 	$(BIN)/ruff format .

@@ -14,7 +14,7 @@ from operator import index
 from typing import Any, SupportsIndex
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.sampling_params import MAX_INT, SamplingParams, is_unicode
+from hex_llm.sampling_params import MAX_INT, MAX_LOGPROBS, SamplingParams, is_unicode
 from hex_llm.text.bad_words import bad_word_ids
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import Pooling, Request
@@ -40,6 +40,7 @@ class Limits:
     allows_priority: bool = True
     pooling: Pooling = NO_POOLING
     generates: bool = True
+    max_logprobs: int = MAX_LOGPROBS
 
     @property
     def longest(self) -> int:
@@ -96,7 +97,7 @@ def check_request(request: Request, limits: Limits) -> None:
             f"prompt and output together may have {max_len}",
         )
     _check_blocks(max_len, limits)
-    _check_logprobs(request, max_len)
+    _check_logprobs(request, max_len, limits.max_logprobs)
     if params.structured_outputs is not None and not limits.reads_text:
         raise InvalidRequest.at("structured_outputs", "this server has no tokenizer")
     if not _is_whole(request.priority) or abs(request.priority) > MAX_INT:
@@ -111,7 +112,7 @@ def check_request(request: Request, limits: Limits) -> None:
 
 
 def _truncated(prompt_ids: ListLike[int], params: SamplingParams, limits: Limits) -> list[int]:
-    """The end of the prompt, if only that is wanted; room for one token of output is always left."""
+    """Its end or beginning, if only that is wanted; room for one token of output is always left."""
     most = params.truncate_prompt_tokens
     if most is None:
         # Before a copy is made: a prompt may have any length.
@@ -122,7 +123,8 @@ def _truncated(prompt_ids: ListLike[int], params: SamplingParams, limits: Limits
         raise InvalidRequest.at(
             "truncate_prompt_tokens", f"{most} is more than a prompt may have, {limits.longest - 1}"
         )
-    return _plain(prompt_ids[-max(room, 1) :])
+    kept = max(room, 1)
+    return _plain(prompt_ids[:kept] if params.truncation_side == "right" else prompt_ids[-kept:])
 
 
 def _plain(prompt_ids: ListLike[Any]) -> list[int]:
@@ -160,10 +162,12 @@ def _check_blocks(max_len: int, limits: Limits) -> None:
         )
 
 
-def _check_logprobs(request: Request, max_len: int) -> None:
+def _check_logprobs(request: Request, max_len: int, most: int) -> None:
     """Of all choices together: a reply holds them all, and repeats the prompt's for each."""
     params, num_prompt = request.params, len(request.prompt_ids)
     for name, num_tokens in {"logprobs": max_len - num_prompt, "prompt_logprobs": num_prompt}.items():
+        if (getattr(params, name) or 0) > most:
+            raise InvalidRequest.at(name, f"more than {most} are not told here (--max_logprobs)")
         if (getattr(params, name) or 0) * num_tokens * params.num_choices > MAX_LIKELIEST:
             raise InvalidRequest.at(
                 name,
@@ -178,7 +182,9 @@ def _check_ids(name: str, token_ids: Collection[Any], limits: Limits) -> None:
     for token_id in token_ids:
         if not _is_whole(token_id) or not 0 <= token_id < limits.vocab_size:
             raise InvalidRequest.at(
-                name, f"token id {token_id!r:.40} is not a whole number from 0 to {limits.vocab_size - 1}"
+                name,
+                f"token id {token_id!r:.40} is out of vocabulary: not a whole number from 0 to "
+                f"{limits.vocab_size - 1}, for there are {limits.vocab_size}",
             )
 
 

@@ -190,6 +190,14 @@ class EngineConfig:
         unset="as the model's files say, else LAST, normalised",
         aliases=("override_pooler_config",),
     )
+    generation_config: str = model_flag(
+        "auto",
+        "Where requests' defaults of sampling come from: auto takes the model's generation_config.json, vllm "
+        "and none take none, and a folder's is taken instead.",
+    )
+    max_logprobs: int = model_flag(
+        20, "The most log-probabilities of likeliest tokens that a request may ask for; never over 20.", low=0
+    )
     seed: int = model_flag(0, "Seeds everything; a request's own seed wins for that request.", low=0)
 
     num_hosts: int = engine_flag(
@@ -370,7 +378,35 @@ class ServerConfig:
     strict_model_name: bool = server_flag(
         False, "Refuse requests that name another model than --served_model_name; else any name is taken."
     )
-    api_key: str | None = server_flag(None, "The key that every request must bear.", secret=True)
+    uds: str | None = server_flag(None, "A unix socket to listen on, instead of an address.")
+    root_path: str | None = server_flag(
+        None,
+        "A prefix that paths may have, where a proxy does not take it away.",
+        pattern=r"(/[^/{}\s]+)+",
+        form="a path that begins with / and does not end with it",
+    )
+    api_key: str | None = server_flag(
+        None, "The key that every request must bear.", secret=True, env=("VLLM_API_KEY",)
+    )
+    chat_template: str | None = server_flag(
+        None, "A file with a chat template, or the template itself.", unset="the model's"
+    )
+    return_tokens_as_token_ids: bool = server_flag(
+        False, "Log-probabilities name tokens by their ids, whether or not a request asks for that."
+    )
+    enable_force_include_usage: bool = server_flag(
+        False, "Every chunk of a stream tells the usage, as does one at the end."
+    )
+    always_on: bool = server_flag(
+        True,
+        "Always True: what these ask for is done here in any case.",
+        choices=(True,),
+        form="True",
+        aliases=(
+            *("enable_prompt_tokens_details", "enable_request_id_headers", "enable_server_load_tracking"),
+            *("enable_tokenizer_info_endpoint", "exclude_tools_when_tool_choice_none"),
+        ),
+    )
     predict_output_format: str = server_flag(
         "prompt_output",
         'The text of a /generate prediction: "Prompt:...Output:...", or the output alone.',
@@ -443,7 +479,10 @@ class ServerConfig:
         low=0,
     )
     drain_timeout: int = server_flag(
-        20, "The seconds that running requests get to finish after SIGTERM or SIGINT.", low=0
+        20,
+        "The seconds that running requests get to finish after SIGTERM or SIGINT.",
+        low=0,
+        aliases=("shutdown_timeout",),
     )
 
     def __post_init__(self) -> None:

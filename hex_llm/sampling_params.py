@@ -7,6 +7,7 @@ depends on the model (token ids, lengths) is checked where requests enter the en
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     echo: bool = False  # the output begins with the prompt
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # keep the prompt's last ones; -1: as many as the model takes
+    truncate_prompt_tokens: int | None = None  # to keep of the prompt; -1: as many as the model takes
+    truncation_side: str = "left"  # where the others are cut off
     structured_outputs: StructuredOutputs | None = None
     pooling: str | None = None  # a vector of the prompt is wanted, too: one of POOLINGS
 
@@ -124,6 +126,8 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     def _check_together(self) -> None:
+        if self.truncation_side not in ("left", "right"):
+            raise _refused("truncation_side", self.truncation_side, "left or right")
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
             raise _refused("structured_outputs", self.structured_outputs, "StructuredOutputs")
         if self.pooling not in (None, *POOLINGS):
@@ -208,13 +212,16 @@ def _check_text(name: str, value: Any, most: int = MAX_TEXT) -> None:
 def _checked_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping) or len(bias) > MAX_TOKEN_IDS:
         raise _refused("logit_bias", bias, f"an object of at most {MAX_TOKEN_IDS} token ids")
+    wrong = [one for one in bias if isinstance(one, str) and not re.fullmatch("[0-9]{1,10}", one)]
+    if wrong:
+        raise _refused("logit_bias", ", ".join(wrong[:8]), "an object of token ids")
     checked = {}
     for token_id, value in bias.items():
-        if isinstance(token_id, str) and token_id.isascii() and token_id.isdigit() and len(token_id) < 11:
+        if isinstance(token_id, str):
             token_id = int(token_id)  # JSON's keys are texts
         _check_count("logit_bias", token_id, 0, MAX_INT)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _refused("logit_bias", value, "numbers")
+            raise _refused(f"logit_bias.{token_id}", value, "numbers")
         checked[token_id] = min(max(float(value), -MAX_BIAS), MAX_BIAS)
     return checked
 

@@ -68,6 +68,7 @@ class Update(msgspec.Struct, array_like=True):
     param: str | None = None  # the field of the request that is at fault, if one is
     is_busy: bool = False  # nothing is at fault: there was too much else to do
     pooled: bytes = b""  # float32s: the vector that params.pooling asks for
+    num_preempted: int = 0  # in all, with a finish_reason
 
 
 # ---- what the public API returns, under the names that vLLM's users know

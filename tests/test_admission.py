@@ -117,3 +117,17 @@ def test_log_probabilities_are_bounded_in_all(params: dict[str, Any], param: str
     assert refused.value.param == param
     make_request("r", prompt, SamplingParams(**{**params, "n": 1}), roomy)
     make_request("r", prompt, SamplingParams(**{**params, param: 0}), roomy)
+
+
+def test_fewer_log_probabilities_may_be_told() -> None:
+    few = replace(LIMITS, max_logprobs=2)
+    for name in ("logprobs", "prompt_logprobs"):
+        make_request("r", [1, 2], SamplingParams(**{name: 2}), few, None)
+        with pytest.raises(InvalidRequest, match=f"{name}: more than 2 .*--max_logprobs"):
+            make_request("r", [1, 2], SamplingParams(**{name: 3}), few, None)
+
+
+def test_a_prompt_cut_on_either_side() -> None:
+    for side, kept in (("left", [3, 4]), ("right", [1, 2])):
+        params = SamplingParams(truncate_prompt_tokens=2, truncation_side=side)
+        assert make_request("r", [1, 2, 3, 4], params, LIMITS, None).prompt_ids == kept

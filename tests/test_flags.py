@@ -44,6 +44,13 @@ BUILT: dict[str, Any] = {
     "served_model_name": "name",
     "strict_model_name": True,
     "api_key": "key",
+    "uds": "/run/server.sock",
+    "root_path": "/llm/v2",
+    "chat_template": "template.jinja",
+    "return_tokens_as_token_ids": True,
+    "enable_force_include_usage": True,
+    "generation_config": "none",
+    "max_logprobs": 5,
     "predict_output_format": "raw",
     "disable_log_requests": True,
     "log_level": "DEBUG",
@@ -119,7 +126,7 @@ def refusal(*argv: str, **environ: str) -> str:
 
 
 def test_every_flag_is_tried_here() -> None:
-    assert {*BUILT, *PENDING, "batch_mode"} == {flag.name for flag in FLAGS}
+    assert {*BUILT, *PENDING, "batch_mode", "always_on"} == {flag.name for flag in FLAGS}
     assert {flag.name for flag in FLAGS if flag.pending} == set(PENDING)
 
 

@@ -50,6 +50,9 @@ class ByteCodec:
     def token_id(self, token: str) -> int | None:
         return {"<s>": BOS, "</s>": EOS}.get(token)
 
+    def token(self, token_id: int) -> str:
+        return self.token_bytes(token_id, False).decode("latin-1")
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         self.threads.add(threading.get_ident())
         return [BOS] * add_special_tokens + [FIRST_BYTE + byte for byte in text.encode()]

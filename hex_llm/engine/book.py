@@ -311,6 +311,7 @@ class RequestBook:
         update.finish_reason = reason
         active.reasons[update.index] = reason
         if choice is not None:
+            update.num_preempted = choice.sequence.num_preempted
             del self._choices[choice.sequence]
         if len(active.reasons) == active.request.params.num_choices:
             del self._active[active.request.request_id]

@@ -53,6 +53,7 @@ class Engine:
             config.allow_priority,
             replace(pooling or Pooling(), size=spec.hidden_size),
             config.runner in ("auto", "generate"),
+            config.max_logprobs,
         )
         self.book = RequestBook(spec, self.limits, grammars, config.seed)
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it

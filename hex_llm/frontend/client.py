@@ -10,13 +10,17 @@ import asyncio
 import logging
 import sys
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from hex_llm.admission import Limits, make_request
 from hex_llm.config import EngineConfig
-from hex_llm.errors import EngineStopped, InvalidRequest
+from hex_llm.errors import ConfigError, EngineStopped, InvalidRequest
 from hex_llm.frontend.beside import read
 from hex_llm.frontend.outputs import OutputCollector
 from hex_llm.frontend.process import Supervisor
@@ -26,7 +30,7 @@ from hex_llm.ipc.stats import EngineState, EngineStatus
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import Pooling
-from hex_llm.weights.model_files import open_tokenizer
+from hex_llm.weights.model_files import open_tokenizer, read_sampling_defaults
 from hex_llm.weights.source import fetch_for, pinned
 
 log = logging.getLogger(__name__)
@@ -42,6 +46,8 @@ class EngineClient:
 
     limits: Limits | None = None
     tokenizer: Tokenizer | None = None
+    chat_template: str | None = None  # instead of the tokenizer's
+    sampling_defaults: Mapping[str, Any] = MappingProxyType({})  # of the model's generation_config.json
 
     def __init__(self, config: EngineConfig, model_name: str = "", command: Sequence[str] = WORKER) -> None:
         self.config = config
@@ -97,8 +103,13 @@ class EngineClient:
         """Takes over the limits of a process that is ready; it serves when this returns."""
         if self.limits is None:
             # Now: the engine has fetched the files, and two must not do so at the same time.
-            self.tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
+            tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
+            if tokenizer is not None and self.chat_template is not None:
+                tokenizer = replace(tokenizer, chat_template=self.chat_template)
+            self.tokenizer = tokenizer
+            self.sampling_defaults = await asyncio.to_thread(sampling_defaults, self.config)
         self.limits, self.engine_status.memory = ready.limits, ready.memory
+        self.engine_status.limits = ready.limits
         log.info("sequences that may run and wait: %d (--max_concurrent_requests)", self.max_sequences)
 
     async def take(self, report: Step | Refused, *, is_behind: bool) -> None:
@@ -156,6 +167,19 @@ class EngineClient:
                 "prompt", "this server has no tokenizer (--skip_tokenizer_init); send token ids"
             )
         return self.tokenizer.encode(text)
+
+
+def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
+    """Of SamplingParams, for requests that do not say otherwise. ModelError: they cannot be used."""
+    if (source := config.generation_config) in ("vllm", "none"):
+        return {}
+    if source == "auto" and config.model is None:
+        return {}  # the embedded model has none
+    if source == "auto":
+        path = fetch_for(config, config.model, config_only=True)
+    elif not (path := Path(source).expanduser()).is_dir():
+        raise ConfigError(f"--generation_config={source}: must be auto, vllm, none or a folder")
+    return read_sampling_defaults(path) if path.is_dir() else {}
 
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer | None:

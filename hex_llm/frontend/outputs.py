@@ -213,11 +213,15 @@ class OutputCollector:
             *choice.failure,
         )
 
+    @property
+    def decodes_prompt(self) -> bool:
+        """An echo does not show it as it was written, but with all special tokens."""
+        return self.prompt is None or self.request.params.truncate_prompt_tokens is not None
+
     def _prompt_text(self) -> str:
-        params = self.request.params
-        if self._tokenizer is None or (self.prompt is not None and params.truncate_prompt_tokens is None):
+        if self._tokenizer is None or not self.decodes_prompt:
             return self.prompt or ""
-        return self._tokenizer.decode(self.request.prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        return self._tokenizer.decode(self.request.prompt_ids, skip_special_tokens=False)
 
     def _named_of_choice(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Named:
         return Named(token_ids, logprobs, MAX_LOGPROBS, self._tokenizer)

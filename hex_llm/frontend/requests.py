@@ -37,6 +37,7 @@ class Timeline:
     num_prompt: int = 0
     num_cached: int = 0
     num_generated: int = 0
+    num_preempted: int = 0
 
     def add_tokens(self, index: int, num_tokens: int, now: float) -> float | None:
         """How long the choice has waited for them; None: they are its first."""
@@ -319,6 +320,7 @@ class OpenRequests:
             generation = self._open.get(update.request_id)
             if generation is None:  # it has ended for its reader
                 continue
+            generation.timeline.num_preempted += update.num_preempted
             if update.token_ids and update.index not in generation.reasons:
                 self._statistics.add_tokens(generation.timeline, update, now)
             try:

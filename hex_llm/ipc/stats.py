@@ -11,6 +11,8 @@ from enum import Enum
 
 import msgspec
 
+from hex_llm.admission import Limits
+
 
 class EngineState(Enum):
     """Whether an engine serves; each value is what those are told who ask for it."""
@@ -57,6 +59,8 @@ class EngineStatus:
     progress: str = "starting"  # of loading
     memory: str = ""  # where it goes, in words
     stats: Stats = field(default_factory=Stats)
+    limits: Limits | None = None
+    num_refused: int = 0  # requests, because there were too many
     num_steps: int = 0
     num_pending: int = 0  # requests whose end the engine has not told yet, also those that nobody waits for
     progressed: float = 0.0  # when it last did something, or was at it in good time, or got something to do

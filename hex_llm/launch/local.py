@@ -11,8 +11,10 @@ import gc
 import logging
 import os
 import socket
+import stat
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -39,9 +41,11 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     """Returns after SIGTERM or SIGINT; raises a HexError when the server cannot start."""
     configure_logging(server_config)
     sys.setswitchinterval(TURN_S)
-    listener = bind(server_config.host, server_config.port)
+    uds = server_config.uds
+    listener = bind(server_config.host, server_config.port) if uds is None else bind_unix(uds)
     name = server_config.served_model_name or engine_config.model or DEFAULT_MODEL_NAME
     engine = EngineClient(engine_config, name)
+    engine.chat_template = template_of(server_config.chat_template)
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(run(engine, server_config, listener))
@@ -82,6 +86,26 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise ConfigError(f"--host={host} --port={port}: cannot listen there: {reason}") from error
+
+
+def bind_unix(path: str) -> socket.socket:
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)  # of a server that has ended
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen(2048)
+        return listener
+    except OSError as error:
+        raise ConfigError(f"--uds={path}: cannot listen there: {error.strerror or error}") from error
+
+
+def template_of(given: str | None) -> str | None:
+    """What a file holds; or a template itself, which no name of a file looks like."""
+    try:
+        return given if given is None or "{" in given else Path(given).expanduser().read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat_template={given}: cannot be read: {error}") from error
 
 
 async def run(engine: EngineClient, config: ServerConfig, listener: socket.socket) -> None:
@@ -163,7 +187,10 @@ class Server(uvicorn.Server):
 
 
 def address_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
+    name = listener.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    host, port = name[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -41,6 +41,7 @@ MAX_HEAD = 32 << 10  # bytes of a request's path and headers
 OPEN_PATHS = ("/ping", "/health")  # for load balancers, which have no key
 WITHOUT_ENGINE = ("/metrics", "/load", "/version", "/docs", "/openapi.json")  # answered at any time
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
+ORCA_FORMAT = "endpoint-load-metrics-format"  # of balancers that choose by load
 REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)  # those of clients that are echoed
 
 
@@ -73,7 +74,10 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        visit = Visit(scope, send)
+        prefix = self.config.root_path
+        if prefix is not None and scope["path"].startswith(f"{prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(prefix)}
+        visit = Visit(scope, send, self.metrics)
         works = scope["method"] == "POST"
         self.metrics.num_open += works
         try:
@@ -199,6 +203,7 @@ class Gate:
     def note(self, visit: Visit) -> None:
         visit.route = self.path_of(visit.scope)
         self.metrics.answered(visit.method, visit.route, visit.status)
+        self.metrics.engine_status.num_refused += visit.status == 429
         if self.config.disable_log_requests:
             return
         if visit.status == 429:
@@ -234,8 +239,9 @@ class Gate:
 class Visit:
     """One HTTP request and what becomes of it."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, metrics: Metrics) -> None:
         self.scope = scope
+        self.metrics = metrics
         self.method = scope["method"] if scope["method"] in METHODS else "other"
         self.route = "none"
         self.started = time.monotonic()
@@ -250,7 +256,10 @@ class Visit:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.request_id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.request_id
+            if load := self.metrics.orca(Headers(scope=self.scope).get(ORCA_FORMAT, "")):
+                headers["endpoint-load-metrics"] = load
             if self.deadline is not None and not self.deadline.expired():
                 self.deadline.reschedule(None)
         await self._send(message)

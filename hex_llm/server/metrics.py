@@ -8,6 +8,7 @@ come. Every app has a registry of its own.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from bisect import bisect_left
 from collections import deque
@@ -55,6 +56,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {  # what each tells, and
     "vllm:request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
     "vllm:request_generation_tokens": ("Generated tokens of a request.", TOKENS),
     "vllm:request_params_max_tokens": ("max_tokens of a request.", TOKENS),
+    "vllm:request_num_preemptions": ("Preemptions of a request.", (0, 1, 2, 3, 5, 10)),
     "vllm:request_params_n": ("n of a request.", (1, 2, 5, 10, 20)),
     "vllm:iteration_tokens_total": ("Tokens per engine step.", STEP_TOKENS),
     "hex_llm:event_loop_lag_seconds": ("How much later than due the event loop came to something.", LAG),
@@ -108,8 +110,9 @@ class Metrics(Observer):
         self._phases["dispatch"].observe(stats.dispatch_s)
         self._phases["wait"].observe(stats.wait_s)
         self._phases["rest"].observe(stats.rest_s)
-        if stats.num_tokens:
-            self._observe("vllm:iteration_tokens_total", stats.num_tokens)
+        if stats.num_tokens:  # vLLM counts a prompt's first output beside the prompt
+            num_first = max(num_tokens - len(pauses), 0)
+            self._observe("vllm:iteration_tokens_total", stats.num_tokens + num_first)
         self._pauses.add(pauses)
         self._output_tokens.inc(num_tokens)
         second = int(time.monotonic())
@@ -122,6 +125,7 @@ class Metrics(Observer):
             self._ends.labels(self.model_name, reason).inc()
         self._observe("vllm:request_prompt_tokens", timeline.num_prompt)
         self._observe("vllm:request_generation_tokens", timeline.num_generated)
+        self._observe("vllm:request_num_preemptions", timeline.num_preempted)
         self._observe("vllm:request_params_n", timeline.num_choices)
         if timeline.max_tokens is not None:
             self._observe("vllm:request_params_max_tokens", timeline.max_tokens)
@@ -171,6 +175,15 @@ class Metrics(Observer):
             "prefix_hit_rate": stats.num_prefix_hits / queries if queries else None,
             "tokens_per_s": self.tokens_per_s(),
         }
+
+    def orca(self, form: str) -> str:
+        """The load in ORCA's words, in the form that a request asks for; empty: in none that there is."""
+        stats = self.engine_status.stats
+        load = {"kv_cache_usage_perc": _usage(stats), "num_requests_waiting": stats.num_waiting}
+        if form.upper() == "JSON":
+            return f"JSON {json.dumps({'named_metrics': load})}"
+        pairs = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+        return f"TEXT {pairs}" if form.upper() == "TEXT" else ""
 
     def _phase_times(self) -> dict[str, Histogram]:
         times = Histogram(
@@ -231,6 +244,7 @@ class _EngineNumbers(Collector):
             ("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", s.num_prefix_queries),
             ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", s.num_prefix_hits),
             ("vllm:num_preemptions", "Preemptions.", s.num_preemptions),
+            ("vllm:admission_rejections", "Requests turned away.", engine_status.num_refused),
             ("vllm:estimated_flops_per_gpu", "Floating point operations of a device.", s.num_flops),
             ("hex_llm:padding_tokens", "Tokens that steps wasted on padding.", s.num_padding),
             ("hex_llm:late_compiles", "Programs compiled after the warm-up.", s.num_late_compiles),
@@ -241,10 +255,26 @@ class _EngineNumbers(Collector):
                 family = kind(name, about, labels=["model_name"])
                 family.add_metric([self.model_name], value)
                 yield family
+        reasons = ["model_name", "reason"]
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", "Why they wait.", labels=reasons)
+        waiting.add_metric([self.model_name, "capacity"], s.num_waiting)
+        yield waiting
+        yield self._cache_config(s)
         labels = ["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         adapters = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
         adapters.add_metric([self.model_name, "0", "", ""], time.time())
         yield adapters
+
+    def _cache_config(self, stats: Stats) -> Metric:
+        limits = self.engine_status.limits
+        told = {"model_name": self.model_name, "num_gpu_blocks": str(stats.num_blocks)}
+        if limits is not None:
+            num_tokens = stats.num_blocks * limits.block_size
+            told["block_size"], told["kv_cache_size_tokens"] = str(limits.block_size), str(num_tokens)
+            told["kv_cache_max_concurrency"] = f"{num_tokens / limits.longest:.2f}"
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=list(told))
+        info.add_metric(list(told.values()), 1)
+        return info
 
 
 def _usage(stats: Stats) -> float:

@@ -68,7 +68,7 @@ async def tokenize(backend: Backend, config: ServerConfig, request: Request, bod
         to_tokenize = parse(PromptToTokenize, body)
         encode_text = partial(tokenizer.encode, add_special_tokens=to_tokenize.add_special_tokens)
         ids = await read(len(to_tokenize.prompt), partial(encode_text, to_tokenize.prompt))
-    names = Listed(map(tokenizer.shown, ids)) if to_tokenize.return_token_strs else None
+    names = Listed(map(tokenizer.codec.token, ids)) if to_tokenize.return_token_strs else None
     counts = {"count": len(ids), "max_model_len": backend.max_len}
     return Whole(len(ids), lambda: {**counts, "tokens": Listed(ids), "token_strs": names})
 

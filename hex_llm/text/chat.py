@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from hex_llm.text.tokenizer import Tokenizer
 
 MAX_OUTPUT = 16 << 20  # characters
 _MAX_PRODUCT = 1 << 20  # elements of a repeated string or list, and bits of a power
+_ASKS_FOR_CONTENT = re.compile(r"content\W{0,3} *(is|==|!=) *(not +)?none", re.IGNORECASE)
 _TAG = "hex-llm-continues-here "  # its last character shows whether the template trims messages
 
 
@@ -93,10 +95,19 @@ def encode_chat(
 def _by_known_roles(
     template: str | None, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """OpenAI's newer name of the system is unknown to most templates, which would leave its words out."""
-    if template is None or "developer" in template:
+    """OpenAI's newer name of the system is unknown to most templates, which would leave its words out. And
+    only templates that ask whether there is a content can do without: others get an empty one."""
+    if template is None:
         return messages
-    return [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+    knows_developer, asks_for_content = "developer" in template, _ASKS_FOR_CONTENT.search(template)
+    known = []
+    for message in messages:
+        if not knows_developer and message.get("role") == "developer":
+            message = {**message, "role": "system"}
+        if not asks_for_content and message.get("content") is None:
+            message = {**message, "content": ""}
+        known.append(message)
+    return known
 
 
 def _line(error: Exception) -> str:

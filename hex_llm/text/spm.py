@@ -97,6 +97,11 @@ class Slow:
         token_id: int = self.processor.piece_to_id(token)
         return token_id if self.processor.id_to_piece(token_id) == token else None
 
+    def token(self, token_id: int) -> str:
+        known = 0 <= token_id < self.num_pieces
+        added = self.added.get(token_id)
+        return added.content if added else self.processor.id_to_piece(token_id) if known else ""
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
         position = 0

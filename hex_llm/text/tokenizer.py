@@ -32,6 +32,9 @@ class Codec(Protocol):
     @property
     def vocab_size(self) -> int: ...
     def token_id(self, token: str) -> int | None: ...
+    def token(self, token_id: int) -> str:
+        """As the vocabulary writes it; "" if there is none."""
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     @property
@@ -155,6 +158,9 @@ class Fast:
 
     def token_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
+
+    def token(self, token_id: int) -> str:
+        return self.tokenizer.id_to_token(token_id) or ""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < _LONG:

@@ -9,13 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hex_llm.errors import ConfigError, ModelError
+from hex_llm.errors import ConfigError, InvalidRequest, ModelError
+from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer, load_tokenizer
 from hex_llm.weights.checkpoint import Checkpoint
 from hex_llm.weights.gguf import GGUFFile, gguf_tokenizer, open_gguf
 from hex_llm.weights.safetensors import open_safetensors
 
 MAX_CONFIG_BYTES = 4 << 20
+# Of generation_config.json: its names, and ours.
+SAMPLED = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
+    "max_new_tokens": "max_tokens"
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     return config if eos is None else {**config, "eos_token_id": eos}
+
+
+def read_sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Those of generation_config.json that vLLM takes too, by the names of SamplingParams."""
+    path = folder / "generation_config.json"
+    values = read_json(path) if path.exists() else {}
+    named = {SAMPLED[name]: value for name, value in values.items() if name in SAMPLED and value is not None}
+    try:
+        SamplingParams(**named)
+    except InvalidRequest as error:
+        raise ModelError(f"{path.name}: {error}; --generation_config=none does without it") from None
+    return named
 
 
 def read_json(path: Path, kind: type = dict) -> Any:

@@ -241,7 +241,7 @@ def test_what_the_engine_is_asked_for(params: dict[str, Any], changes: dict[str,
 
 @pytest.mark.parametrize(
     ("prompt", "truncate", "shown"),
-    [("the prompt", None, "the prompt"), (None, None, "ab"), ("more than ab", 3, "ab")],
+    [("the prompt", None, "the prompt"), (None, None, "<s>ab"), ("more than ab", 3, "<s>ab")],
 )
 def test_an_echo_comes_first(prompt: str | None, truncate: int | None, shown: str) -> None:
     made = collector(byte_tokenizer(), prompt, echo=True, n=2, truncate_prompt_tokens=truncate)

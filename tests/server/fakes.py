@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import psutil
 
@@ -47,6 +48,7 @@ class FakeBackend:
     max_sequences = 4096
     pooling = POOLING
     num_turns = 1
+    sampling_defaults: Mapping[str, Any] = {}
 
     def __init__(self, tokenizer: Tokenizer | None = None, *, ready: bool = True) -> None:
         self.ready = ready

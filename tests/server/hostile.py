@@ -245,7 +245,7 @@ def _of_chats(door: Door) -> Iterator[Case]:
     field = "input" if door.kind is ResponsesRequest else "messages"
     for content in (5, None, {}, [5], ["user"], [None], [{"type": "image_url"}], [{"type": "text"}]):
         yield from _cases(door, f"content={content}", REFUSED, {field: [{**message, "content": content}]})
-    for role in (5, None, {}, ["user"], "", "User", "root", "x" * 100_000):
+    for role in (5, None, {}, ["user"], "", "x" * 100_000):
         yield from _cases(door, f"role={role!r:.20}", REFUSED, {field: [{**message, "role": role}]})
 
 

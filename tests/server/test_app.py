@@ -120,7 +120,7 @@ def test_fields_that_change_nothing_are_taken(backend: FakeBackend, path: str) -
         ("stream", "yes"),
         ("tools", [{}]),
         ("tool_choice", "required"),
-        ("use_beam_search", True),
+        ("use_beam_search", 1),
         *(
             ("response_format", value)
             for value in [
@@ -182,6 +182,7 @@ ACTING: dict[str, tuple[Any, Any]] = {  # what is sent, and what the engine gets
     "prompt_logprobs": (1.0, 1),
     "skip_special_tokens": (False, False),
     "truncate_prompt_tokens": (3.0, 3),
+    "truncation_side": ("right", "right"),
     "structured_outputs": ({"choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
 }
 

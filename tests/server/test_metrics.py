@@ -137,7 +137,7 @@ def test_the_life_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
         ("vllm:request_generation_tokens", 3, 1),
         ("vllm:request_params_n", 2, 1),
         ("vllm:request_params_max_tokens", 9, 1),
-        ("vllm:iteration_tokens_total", 12, 1),
+        ("vllm:iteration_tokens_total", 12 + 2, 1),
         ("hex_llm:phase_seconds", 0.5 + 0.25 + 1.0 + 0.010, 11),
     ):
         assert found[f"{name}_sum"] == pytest.approx(total), name

@@ -214,7 +214,7 @@ def test_chat_limit(backend: FakeBackend, limit: dict[str, int]) -> None:
     [
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "a"}]}, "messages"),
+        ({"messages": [{"role": "", "content": "a"}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages"),

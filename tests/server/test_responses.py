@@ -160,7 +160,7 @@ def test_items_of_every_kind_become_messages() -> None:
          "reasoning_content": "Hm."},
         {"role": "tool", "content": "one", "tool_call_id": "c1"},
         {"role": "tool", "content": "two", "tool_call_id": "c2"},
-        {"role": "assistant", "content": None, "tool_calls": [call("c3", "g")]},
+        {"role": "assistant", "content": "", "tool_calls": [call("c3", "g")]},
         {"role": "tool", "content": "", "tool_call_id": "c3"},
         {"role": "user", "content": "So?"},
     ]  # fmt: skip
@@ -353,7 +353,8 @@ REFUSED = [
     ({"input": [{"type": "computer_call"}]}, "input"),
     ({"input": ["x"]}, "input"),
     ({"input": 3}, "input"),
-    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 1}]}, "input"),
+    ({"use_beam_search": True}, "use_beam_search"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": "x"}, "max_output_tokens"),
     ({"max_tokens": 5}, "max_tokens"),

@@ -138,11 +138,20 @@ def test_any_text_survives(path: str) -> None:
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_usage_in_every_chunk(backend: FakeBackend, path: str) -> None:
-    body = {**HELLO[path], "stream_options": {"continuous_usage_stats": True}, "n": 2, "max_tokens": 4}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**HELLO[path], "stream_options": options, "max_tokens": 4}
     counts = [chunk["usage"]["completion_tokens"] for chunk in stream(backend, path, body)]
     assert counts == sorted(counts)
-    assert counts[-1] == 8
-    assert counts[0] < 4
+    assert (counts[0] == 0, counts[-1]) == (path == CHAT, 4)
+    for chunk in stream(backend, path, {**body, "stream_options": {"continuous_usage_stats": True}}):
+        assert chunk["usage"] is None
+
+
+def test_the_last_text_comes_with_the_end(backend: FakeBackend) -> None:
+    first, *_, last = stream(backend, CHAT, {**HELLO[CHAT], "max_tokens": 3})
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["choices"][0]["delta"]["content"]
 
 
 def test_without_a_tokenizer() -> None:

@@ -19,6 +19,7 @@ BOTH = [
 ]
 WRITTEN = {
     "deepseek_r1": [*BOTH, ("Hm.\n</think>\n\nYes.", ("Hm.\n", "Yes.")), (" <thi", (" <thi", ""))],
+    "qwen3": [*BOTH, ("Hm.</think>Yes.", ("Hm.", "Yes.")), ("Hm <tool_call>{}", ("Hm ", "<tool_call>{}"))],
     "phi4": [*BOTH, ("Yes. <think>no</think>", ("", "Yes. <think>no</think>")), (" <thi", ("", " <thi"))],
 }
 EVERY = [(name, text, parts) for name, written in WRITTEN.items() for text, parts in written]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -36,6 +36,11 @@ class Backend(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def pooling(self) -> Pooling: ...
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Of SamplingParams, for what a request does not say."""
+        ...
+
     def check_room(self, num_sequences: int) -> None:
         """To be asked before anything is made for a request's choices: raises InvalidRequest, if so many can
         never be taken together, or QueueFull. Each that is generated is counted then."""

@@ -9,11 +9,11 @@ shapes are checked here; what values a request may have, SamplingParams and the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -54,7 +54,6 @@ INERT: dict[str, tuple[Any, ...]] = (
     | _only("suffix", "")
     | _only("tool_choice", "none", "auto")
     | _only("top_logprobs", 0)
-    | _only("truncation_side", "left")
     | _only("verbosity", "medium")
 )
 
@@ -112,6 +111,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 class Body(BaseModel):
     # forbid: for the schema
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_described)
+    takes_more: ClassVar[bool] = False  # fields that are not known; with extra="allow"
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
@@ -125,11 +125,12 @@ class Body(BaseModel):
         field_names = _fields(cls)
         acting = {}
         for name, value in values.items():
-            if name not in field_names and not _is_inert(name, value):
+            known = cls.takes_more or name in field_names
+            if not known and not _is_inert(name, value):
                 # pydantic would go on and make a million errors of as many
                 about = {"field": shown(name), "reason": not_built(name)}
                 raise PydanticCustomError("not_built", "{reason}", about)
-            if name in field_names and value is not None:
+            if known and value is not None:
                 acting[name] = value
         return acting
 
@@ -279,6 +280,7 @@ class Sampling(EngineRequest):
     prompt_logprobs: Whole | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Whole | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
@@ -292,9 +294,10 @@ class Sampling(EngineRequest):
     def describe(cls, schema: dict[str, Any]) -> None:
         describe_limits(schema)
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """Raises InvalidRequest for what is not allowed."""
-        return SamplingParams(**self.sampled(), structured_outputs=self._constraint())
+        sampled = {**(defaults or {}), **self.sampled()}
+        return SamplingParams(**sampled, structured_outputs=self._constraint())
 
     def sampled(self) -> dict[str, Any]:
         """Those of SamplingParams that were sent."""

@@ -20,16 +20,25 @@ from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.frontend.beside import LONG_TEXT, read
 from hex_llm.frontend.outputs import Delta
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
-from hex_llm.server.common.backend import Backend, answer, begin, size_of
+from hex_llm.server.common.backend import Backend, answer, begin, size_of, together
 from hex_llm.server.common.body import check_num_values, shown, values_in
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed, Whole
 from hex_llm.server.common.streams import ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
-from hex_llm.server.openai.replies import ChunkStream, Fields, check_model, end_of, given, head_of, whole
-from hex_llm.server.openai.schemas import ChatRequest
+from hex_llm.server.openai.replies import (
+    ChunkStream,
+    Fields,
+    answered,
+    check_model,
+    end_of,
+    given,
+    head_of,
+    whole,
+)
+from hex_llm.server.openai.schemas import BatchChatRequest, ChatRequest
 from hex_llm.text.chat import encode_chat
-from hex_llm.text.reasoning import ReasoningParser, reasoning_parser
+from hex_llm.text.reasoning import ReasoningParser, may_reason, reasoning_parser
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.text.tool_calls import ForcedCall, ForcedCalls, forced_schema, parser_name_for
 from hex_llm.text.tool_formats import PARSERS, CallDelta, ToolParser
@@ -42,6 +51,10 @@ RESERVED = frozenset(
         *("add_generation_prompt", "continue_final_message", "add_special_tokens", "tokenize"),
     )
 )
+
+
+# Fields of a message that clients read, whether or not there is something in them.
+UNSAID = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 
 
 def check_parsers(config: ServerConfig) -> None:
@@ -58,6 +71,7 @@ def check_parsers(config: ServerConfig) -> None:
 
 
 async def chat_reply(backend: Backend, request: Request, body: ChatRequest, config: ServerConfig) -> Response:
+    body.follow(config)
     if body.stream:
         return await streamed(request, await stream_chat(backend, body, config))
     return await unless_gone(request, chat(backend, body, config))
@@ -65,7 +79,7 @@ async def chat_reply(backend: Backend, request: Request, body: ChatRequest, conf
 
 async def chat(backend: Backend, request: ChatRequest, config: ServerConfig) -> Whole:
     talk = await prepare(backend, request, config)
-    output = await answer(backend, talk.prompt_ids, request, talk.params)
+    output = await answered(backend, talk.prompt_ids, request, talk.params)
     head = head_of(backend, request, "chatcmpl", "chat.completion")
     return Whole(size_of(output), partial(_reply, talk, head, output))
 
@@ -74,7 +88,10 @@ def _reply(talk: PreparedChat, head: Fields, output: RequestOutput) -> Fields:
     reply = whole(head, [output], [talk.choice(one) for one in output.outputs])
     ids = Listed(output.prompt_token_ids) if talk.request.return_token_ids else None
     extras = {"prompt_logprobs": logprobs.of_prompt(output), "prompt_token_ids": ids}
-    return {**reply, **given(extras | {"metadata": talk.request.metadata})}
+    if talk.new_reasoning_parser is not None:
+        num_thought = sum(map(talk.num_thought, output.outputs))
+        reply["usage"]["completion_tokens_details"] = {"reasoning_tokens": num_thought}
+    return {**reply, **extras, **given({"metadata": talk.request.metadata})}
 
 
 async def stream_chat(
@@ -88,10 +105,24 @@ async def stream_chat(
         talk.params,
         request,
         head | given({"metadata": request.metadata}),
-        lambda: GrowingMessage(talk).add,
+        lambda: GrowingMessage(talk, ends_alone=usage_at_end).add,
         tells_prompt_ids=request.return_token_ids,
         usage_at_end=usage_at_end,
     )
+
+
+async def chat_batch(backend: Backend, request: BatchChatRequest, config: ServerConfig) -> Whole:
+    chats = request.chats()
+    backend.check_room(len(chats))
+    talks = [await prepare(backend, chat, config) for chat in chats]
+    outputs = await together(answer(backend, talk.prompt_ids, request, talk.params) for talk in talks)
+    head = head_of(backend, request, "chatcmpl", "chat.completion")
+
+    def make() -> Fields:
+        pairs = zip(talks, outputs, strict=True)
+        return whole(head, outputs, [talk.choice(output.outputs[0]) for talk, output in pairs])
+
+    return Whole(size_of(*outputs), make)
 
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
@@ -102,6 +133,11 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     @router.post("/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await chat_reply(backend, request, body, config)
+
+    @router.post("/chat/completions/batch")
+    async def chat_completions_batch(body: BatchChatRequest, request: Request) -> Response:
+        body.follow(config)
+        return await unless_gone(request, chat_batch(backend, body, config))
 
     return router
 
@@ -132,20 +168,27 @@ class PreparedChat:
     def choice(self, output: CompletionOutput) -> Fields:
         reader = self.reader()
         news = reader.add(output.text, ended=True)
-        ids = Listed(output.token_ids) if self.request.return_token_ids else None
         return {
-            "message": self._message(news),
+            "message": self._message(news, cut=output.finish_reason is FinishReason.LENGTH),
             "logprobs": self.logprobs(output),
             **end_of(output),
             "finish_reason": reader.finish_reason(output.finish_reason),
-            **given({"token_ids": ids}),
+            "token_ids": Listed(output.token_ids) if self.request.return_token_ids else None,
         }
 
-    def _message(self, news: Fields) -> Fields:
+    def num_thought(self, output: CompletionOutput) -> int:
+        """Tokens of reasoning; their tags are not counted."""
+        assert self.new_reasoning_parser is not None
+        reasoning, _ = self.new_reasoning_parser().add(output.text, ended=True)
+        return min(len(self.tokenizer.encode(reasoning, add_special_tokens=False)), len(output.token_ids))
+
+    def _message(self, news: Fields, *, cut: bool) -> Fields:
         calls = _joined(news.pop("tool_calls", ()))
+        if cut and calls and not _is_json(calls[-1]["function"]["arguments"]):
+            calls.pop()  # half a call is none
         content = self.echoed + news.pop("content", "")
         spoken = {"role": "assistant", "content": content or (None if calls else "")}
-        return {**spoken, **news, **({"tool_calls": calls} if calls else {})}
+        return {**spoken, **UNSAID, **news, **({"tool_calls": calls} if calls else {})}
 
     def logprobs(self, output: CompletionOutput | Delta) -> Fields | None:
         as_ids = self.request.return_tokens_as_token_ids
@@ -176,7 +219,7 @@ def _num_chars(request: ChatRequest) -> int:
 
 
 def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_prompt: bool) -> PreparedChat:
-    params, tokenizer = request.params(), backend.tokenizer
+    params, tokenizer = request.params(backend.sampling_defaults), backend.tokenizer
     if not only_prompt:
         backend.check_room(params.num_choices)
     if tokenizer is None:
@@ -190,10 +233,14 @@ def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_
         )
     check_num_values([tool.function.parameters for tool in request.tools], "tools:")
     tool_choice = request.tool_choice_name()
-    new_tool_parser = _tool_parser(request, config, tokenizer, tool_choice)
+    new_tool_parser = None if only_prompt else _tool_parser(request, config, tokenizer, tool_choice)
+    if params.structured_outputs is not None and tool_choice == "auto":
+        new_tool_parser = None  # the structure leaves no room for calls
     params = _for_calls(request, params, tool_choice, new_tool_parser)
     # An output of a given structure has no room for reasoning.
     reasons = config.reasoning_parser if params.structured_outputs is None else None
+    if reasons is not None and not may_reason(reasons, request.chat_template_kwargs):
+        reasons = None
     new_reasoning_parser = None if reasons is None else lambda: reasoning_parser(reasons)
     any_length = only_prompt or params.truncate_prompt_tokens is not None
     ids = _encode(tokenizer, request, tool_choice, None if any_length else backend.max_len)
@@ -230,10 +277,6 @@ def _for_calls(
 ) -> SamplingParams:
     if new_tool_parser is None:
         return params
-    if params.structured_outputs is not None:
-        raise InvalidRequest.at(
-            "tools", "not together with a structure of the output, unless tool_choice is none"
-        )
     if tool_choice == "auto":
         special = new_tool_parser().needs_special_tokens
         return replace(params, skip_special_tokens=False) if special else params
@@ -314,6 +357,14 @@ def _call(delta: CallDelta) -> Fields:
     return {"index": delta.index, **begins, "function": function}
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _joined(deltas: Iterable[Fields]) -> list[Fields]:
     """Whole calls."""
     calls: dict[int, Fields] = {}
@@ -329,9 +380,11 @@ def _joined(deltas: Iterable[Fields]) -> list[Fields]:
 class GrowingMessage:
     """One choice of a chat, for the chunks of a stream."""
 
-    def __init__(self, talk: PreparedChat) -> None:
+    def __init__(self, talk: PreparedChat, *, ends_alone: bool = False) -> None:
+        """`ends_alone`: some clients read nothing else from a chunk that also tells the usage."""
         self._talk = talk
         self._reader = talk.reader()
+        self._ends_alone = ends_alone
         self._begun = False
 
     def add(self, news: StreamDelta) -> Iterable[Fields]:
@@ -349,9 +402,10 @@ class GrowingMessage:
             fields["logprobs"] = self._talk.logprobs(delta)
         if wants_ids:
             fields["token_ids"] = delta.token_ids
-        if message or delta.logprobs or wants_ids:
-            yield fields
-        if ended:  # on its own: some clients read nothing else from a chunk that also tells the usage
+        if ended:
+            if self._ends_alone and len(fields["delta"]):
+                yield fields
+                fields = {"delta": {}, "logprobs": None}
             reason = self._reader.finish_reason(delta.finish_reason)
-            end = {"finish_reason": reason, "stop_reason": delta.stop_reason}
-            yield {"delta": {}, "logprobs": None, **end}
+            fields |= {"finish_reason": reason, "stop_reason": delta.stop_reason}
+        yield fields

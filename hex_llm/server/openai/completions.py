@@ -17,12 +17,12 @@ from hex_llm.config import ServerConfig
 from hex_llm.frontend.beside import read
 from hex_llm.frontend.outputs import Named
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.backend import Backend, answer, begin, size_of, together
+from hex_llm.server.common.backend import Backend, begin, size_of, together
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed, Whole, encode
 from hex_llm.server.common.streams import ReplyStream, StreamDelta, streamed, unless_gone
 from hex_llm.server.openai import logprobs
-from hex_llm.server.openai.replies import ChunkStream, Fields, check_model, end_of, head_of, whole
+from hex_llm.server.openai.replies import ChunkStream, Fields, answered, check_model, end_of, head_of, whole
 from hex_llm.server.openai.schemas import CompletionRequest
 from hex_llm.types import CompletionOutput, Logprobs, RequestOutput
 
@@ -30,9 +30,9 @@ KIND = ("cmpl", "text_completion")
 
 
 async def complete(backend: Backend, request: CompletionRequest) -> Whole:
-    params = request.params()
+    params = request.params(_defaults(backend))
     prompts = await _prompts(backend, request, params)
-    outputs = await together(answer(backend, prompt, request, params) for prompt in prompts)
+    outputs = await together(answered(backend, prompt, request, params) for prompt in prompts)
     head = head_of(backend, request, *KIND)
     return Whole(size_of(*outputs), partial(_reply, backend, request, params, head, outputs))
 
@@ -45,15 +45,18 @@ def _reply(
     outputs: Sequence[RequestOutput],
 ) -> Fields:
     as_ids, skip = request.return_tokens_as_token_ids, params.skip_special_tokens
+    written = params.truncate_prompt_tokens is None  # as it was sent, if that was a text
 
     def choice_of(output: RequestOutput, one: CompletionOutput) -> Fields:
-        of_tokens = logprobs.of_completion(backend.tokenizer, output, one, skip_special=skip, as_ids=as_ids)
-        ids = {"token_ids": Listed(one.token_ids)} if _wants_ids(backend, request) else {}
-        return {"text": one.text, "logprobs": of_tokens, **end_of(one), **ids}
+        of_tokens = logprobs.of_completion(
+            backend.tokenizer, output, one, skip_special=skip, as_ids=as_ids, written=written
+        )
+        ids = Listed(one.token_ids) if _wants_ids(backend, request) else None
+        return {"text": one.text, "logprobs": of_tokens, **end_of(one), "token_ids": ids}
 
     choices = []
     for output in outputs:
-        of_prompt: Fields = {}
+        of_prompt: Fields = {"prompt_logprobs": None, "prompt_token_ids": None}
         if params.prompt_logprobs is not None:  # the same for each choice
             of_prompt["prompt_logprobs"] = msgspec.Raw(encode(logprobs.of_prompt(output)))
         if request.return_token_ids:
@@ -63,7 +66,7 @@ def _reply(
 
 
 async def stream_completion(backend: Backend, request: CompletionRequest) -> ReplyStream:
-    params = request.params()
+    params = request.params(_defaults(backend))
     prompts = await _prompts(backend, request, params)
     beginnings = [begin(backend, prompt, request, params) for prompt in prompts]
     head = head_of(backend, request, *KIND)
@@ -83,6 +86,11 @@ async def _prompts(
         await read(len(prompt), partial(encode_text, prompt)) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
+
+
+def _defaults(backend: Backend) -> Fields:
+    """Completions have a length of their own."""
+    return {name: value for name, value in backend.sampling_defaults.items() if name != "max_tokens"}
 
 
 def _wants_ids(backend: Backend, request: CompletionRequest) -> bool:
@@ -126,7 +134,7 @@ class GrowingText:
         return (fields,)
 
     def _logprobs_of(self, news: StreamDelta, text: str, each: Sequence[Logprobs], ended: bool) -> Fields:
-        ids = news.delta.token_ids
+        ids, num_echoed = news.delta.token_ids, 0
         if self._begun:
             self._text += text
         else:
@@ -135,15 +143,17 @@ class GrowingText:
                 assert self._params.logprobs is not None
                 collector = news.generation.collector
                 assert isinstance(each, Named)
+                num_echoed = len(collector.request.prompt_ids) if collector.decodes_prompt else 0
                 ids = [*collector.request.prompt_ids, *ids]
                 each = collector.prompt_logprobs(self._params.logprobs, {}) + each
-        return self._logprobs.add(ids, each, self._text, ended=ended)
+        return self._logprobs.add(ids, each, self._text, ended=ended, num_echoed=num_echoed)
 
 
 async def completion_reply(
     backend: Backend, request: Request, body: CompletionRequest, config: ServerConfig
 ) -> Response:
     check_model(backend, config, body.model)
+    body.follow(config)
     if body.stream:
         return await streamed(request, await stream_completion(backend, body))
     return await unless_gone(request, complete(backend, body))

@@ -32,21 +32,27 @@ class CompletionLogprobs:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._position = 0
 
-    def add(self, ids: Sequence[int], each: Sequence[Logprobs], text: str, *, ended: bool) -> dict[str, Any]:
-        """Of `ids`, with the candidates for each; `text` is all that the choice has shown so far."""
+    def add(
+        self, ids: Sequence[int], each: Sequence[Logprobs], text: str, *, ended: bool, num_echoed: int = 0
+    ) -> dict[str, Any]:
+        """Of `ids`, with the candidates for each; `text` is all that the choice has shown so far. Of the
+        prompt's, which are the first `num_echoed`, it shows special tokens too."""
         ones = (candidates.get(i) for i, candidates in zip(ids, each, strict=True))
+        most = len(text) if ended else MAX_INT
+        offsets = (self._offset(i, text, number < num_echoed) for number, i in enumerate(ids))
         return {
             "tokens": Listed(self._name(i) for i in ids),
             "token_logprobs": Listed(None if one is None else finite(one.logprob) for one in ones),
             "top_logprobs": Listed(self._by_name(one) or None for one in each),
-            "text_offset": Listed(min(self._offset(i, text), len(text) if ended else MAX_INT) for i in ids),
+            "text_offset": Listed(min(offset, most) for offset in offsets),
         }
 
-    def _offset(self, token_id: int, text: str) -> int:
+    def _offset(self, token_id: int, text: str, is_echoed: bool) -> int:
         """Where in the text the token begins; one that it does not show stands where it would."""
         offset = self._position
         if self._tokenizer is not None:
-            piece = self._utf8.decode(self._tokenizer.codec.token_bytes(token_id, self._skip_special))
+            skip = self._skip_special and not is_echoed
+            piece = self._utf8.decode(self._tokenizer.codec.token_bytes(token_id, skip))
             if offset == 0 and not piece.startswith(text[: len(piece)]):
                 piece = piece.removeprefix(self._tokenizer.codec.prefix)  # with which no text begins
             self._position += len(piece)
@@ -58,9 +64,9 @@ class CompletionLogprobs:
         return self._tokenizer.shown(token_id)
 
     def _by_name(self, candidates: Logprobs) -> dict[str, float]:
-        """Of tokens that look alike, the likeliest."""
+        """The chosen one first, as vLLM has it. Of tokens that look alike, the first."""
         by_name: dict[str, float] = {}
-        for token_id, one in sorted(candidates.items(), key=_rank):
+        for token_id, one in candidates.items():
             name = None if self._as_ids else one.decoded_token
             by_name.setdefault(name or _id_name(token_id), finite(one.logprob))
         return by_name
@@ -73,13 +79,15 @@ def of_completion(
     *,
     skip_special: bool,
     as_ids: bool = False,
+    written: bool = True,
 ) -> dict[str, Any] | None:
     if choice.logprobs is None:
         return None
     echoed = len(choice.logprobs) > len(choice.token_ids)
     ids = [*request.prompt_token_ids, *choice.token_ids] if echoed else choice.token_ids
     shape = CompletionLogprobs(tokenizer, skip_special=skip_special, as_ids=as_ids)
-    return shape.add(ids, choice.logprobs, choice.text, ended=True)
+    num_echoed = 0 if written and request.prompt is not None else len(ids) - len(choice.token_ids)
+    return shape.add(ids, choice.logprobs, choice.text, ended=True, num_echoed=num_echoed)
 
 
 def of_chat(

@@ -14,7 +14,8 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest, UnknownModel
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.backend import Backend, Beginning
+from hex_llm.server.common.backend import Backend, Beginning, answer
+from hex_llm.server.common.beams import beam_search
 from hex_llm.server.common.body import shown
 from hex_llm.server.common.replies import DONE, encode, event
 from hex_llm.server.common.streams import ReplyStream, StreamDelta, refuse_best_of
@@ -23,12 +24,22 @@ from hex_llm.types import CompletionOutput, RequestOutput
 
 Fields = dict[str, Any]
 NULL = b"null"
+# Of a whole reply: what clients may read, and nothing is in.
+UNSAID = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
 
 
 def check_model(backend: Backend, config: ServerConfig, model: str) -> None:
     """Who names no model means the one that there is."""
     if config.strict_model_name and model and model != backend.model_name:
         raise UnknownModel(f"The model `{shown(model)}` does not exist.", "model")
+
+
+async def answered(
+    backend: Backend, prompt: str | list[int], request: OpenAIRequest, params: SamplingParams
+) -> RequestOutput:
+    if request.use_beam_search:
+        return await beam_search(backend, prompt, request, params, request.length_penalty)
+    return await answer(backend, prompt, request, params)
 
 
 def head_of(backend: Backend, request: OpenAIRequest, prefix: str, kind: str) -> Fields:
@@ -46,6 +57,7 @@ def whole(head: Fields, outputs: Sequence[RequestOutput], choices: Iterable[Fiel
     return {
         **head,
         "choices": [{"index": i, **choice} for i, choice in enumerate(choices)],
+        **UNSAID,
         "usage": usage(prompts, num_output, sum(output.num_cached_tokens for output in outputs)),
     }
 
@@ -94,6 +106,8 @@ class ChunkStream(ReplyStream):
     ) -> None:
         options = request.stream_options or StreamOptions()
         refuse_best_of(params)
+        if request.use_beam_search:
+            raise InvalidRequest.at("use_beam_search", "not together with stream")
         if params.prompt_logprobs is not None:
             raise InvalidRequest.at("prompt_logprobs", "not together with stream")
         super().__init__(beginnings, self._chunks_of)
@@ -102,7 +116,7 @@ class ChunkStream(ReplyStream):
         self._head = head
         self._start = b'data: %b,"choices":[{"index":' % encode(head)[:-1]  # the same for all: made once
         self._tells_prompt_ids = tells_prompt_ids
-        self._every_chunk_counts = options.continuous_usage_stats
+        self._every_chunk_counts = options.include_usage and options.continuous_usage_stats
         self._last_chunk_counts = usage_at_end and not options.include_usage
         self._has_usage_chunk = options.include_usage
         self._num_open = len(self._choices)
@@ -128,15 +142,17 @@ class ChunkStream(ReplyStream):
         """`more` is JSON of further fields of the chunk, behind a comma."""
         is_last = self._num_open == 0 and choice["finish_reason"] is not None
         counts = self._every_chunk_counts or (self._last_chunk_counts and is_last)
-        used = encode(self._usage()) if counts else NULL
+        used = NULL
+        if counts:  # a chunk that only says who speaks says nothing of tokens
+            used = encode(self._usage(0 if "role" in choice.get("delta", ()) else self._num_output))
         return b'%b%d,%b],"usage":%b%b}\n\n' % (self._start, index, encode(choice)[1:], used, more)
 
     def _end(self) -> bytes:
         if not self._has_usage_chunk:
             return DONE
-        return event({**self._head, "choices": [], "usage": self._usage()}) + DONE
+        return event({**self._head, "choices": [], "usage": self._usage(self._num_output)}) + DONE
 
-    def _usage(self) -> Fields:
+    def _usage(self, num_output: int) -> Fields:
         collectors = [generation.collector for generation in self._generations.values()]
         num_cached = sum(collector.num_cached for collector in collectors)
-        return usage((one.request.prompt_ids for one in collectors), self._num_output, num_cached)
+        return usage((one.request.prompt_ids for one in collectors), num_output, num_cached)

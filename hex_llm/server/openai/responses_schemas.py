@@ -18,7 +18,18 @@ Message = dict[str, Any]  # of a chat
 
 NOT_STORED = fault("responses are not stored here: send the whole conversation as input")
 # Of a chat, which the rest is passed on to as it is.
-NOT_OF_RESPONSES = ("best_of", "max_tokens", "n", "prompt_logprobs", "response_format", "return_token_ids")
+NOT_OF_RESPONSES = (
+    *(
+        "best_of",
+        "length_penalty",
+        "max_tokens",
+        "n",
+        "prompt_logprobs",
+        "response_format",
+        "return_token_ids",
+    ),
+    "use_beam_search",
+)
 LOGPROBS = "message.output_text.logprobs"
 
 # ---- the conversation

@@ -6,15 +6,17 @@ What a template makes of messages, it knows itself: here they become the plain d
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.common.body import MAX_PROMPTS, Body, Sampling, Texts, TokenIds, Whole, fault, shown
 
+BOOLEANS = {"true": True, "false": False}  # as some clients write them
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PromptTexts = Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
 IdLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
@@ -33,7 +35,14 @@ def listed(prompts: Prompts) -> Sequence[str | list[int]]:
 # ---- what a chat is made of
 
 
-class TextPart(Body):
+class Replayed(Body):
+    """What clients have got from us or from others, and send back with fields of their own."""
+
+    model_config = ConfigDict(extra="allow")
+    takes_more = True
+
+
+class TextPart(Replayed):
     type: Literal["text"]
     text: str
 
@@ -48,62 +57,57 @@ def joined(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class CalledFunction(Body):
+class CalledFunction(Replayed):
     name: str
     arguments: str | dict[str, Any] = ""
-    parsed_arguments: Any = None  # OpenAI's client sends back what it has made of the others
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Self:
-        """OpenAI's clients send JSON text; templates print objects."""
+        """OpenAI's clients send JSON text; templates print objects. What a model has written amiss, a
+        conversation cannot get rid of any more: as in vLLM it is an empty one."""
         if isinstance(self.arguments, str):
             try:
-                self.arguments = json.loads(self.arguments or "{}")
+                parsed = json.loads(self.arguments)
             except (ValueError, RecursionError):
-                self.arguments = ""
-        if not isinstance(self.arguments, dict):
-            raise ValueError("arguments must be a JSON object, or one as text")
+                parsed = None
+            self.arguments = parsed if isinstance(parsed, dict) else {}
         return self
 
 
-class ToolCall(Body):
+class ToolCall(Replayed):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # a stream told it
 
     def plain(self) -> dict[str, Any]:
         called = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": self.type, "function": called}
 
 
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+class Message(Replayed):
+    """Roles and fields that are not known are the template's."""
+
+    role: Annotated[str, Field(min_length=1, max_length=128)]
     content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field([])
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name of the same
-    parsed: Any = None  # OpenAI's client sends back what it has made of the content
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
         """Only an assistant need not say anything."""
-        calls = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
-        says = {"content": {"type": ["string", "array"]}}
         schema["anyOf"] = [
-            {"properties": says, "required": ["content"]},
-            {"properties": calls, "required": ["tool_calls"]},
+            {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+            {"properties": {"role": {"const": "assistant"}}},
         ]
 
     @model_validator(mode="after")
     def _fits_the_role(self) -> Self:
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content or self.reasoning):
             raise ValueError("only an assistant calls tools and reasons")
-        if self.role != "tool" and self.tool_call_id is not None:
-            raise ValueError("tool_call_id is for the role tool")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":
             raise ValueError("content is missing")
         return self
 
@@ -119,7 +123,8 @@ class Message(Body):
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
-        return {"role": self.role, "content": self.text} | {n: v for n, v in optional.items() if v}
+        known = {"role": self.role, "content": self.text} | {n: v for n, v in optional.items() if v}
+        return {**(self.model_extra or {}), **known}
 
 
 class Function(Body):
@@ -161,15 +166,23 @@ class OpenAIRequest(Sampling):
     stream: bool = False
     stream_options: StreamOptions | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,200}$")] | None = None  # the end of the reply's
+    use_beam_search: bool = False
+    length_penalty: float = 1.0  # of beams
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     safety_identifier: str = ""  # the newer name of user
     prompt_cache_key: str = ""
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest.at("stream_options", "only together with stream")
-        return super().params()
+        return super().params(defaults)
+
+    def follow(self, config: ServerConfig) -> None:
+        """What the server does whether or not it is asked for."""
+        self.return_tokens_as_token_ids |= config.return_tokens_as_token_ids
+        if config.enable_force_include_usage and self.stream:
+            self.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
 
 class CompletionRequest(OpenAIRequest):
@@ -185,7 +198,7 @@ class CompletionRequest(OpenAIRequest):
 class ChatRequest(OpenAIRequest):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Whole | None = None  # the newer name of max_tokens
-    logprobs: bool = False
+    logprobs: Annotated[bool, BeforeValidator(lambda value: BOOLEANS.get(str(value), value))] = False
     top_logprobs: Whole | None = None
     echo: bool = False  # the reply begins with the last message, if that is an assistant's
     metadata: dict[str, str] | None = None
@@ -216,10 +229,15 @@ class ChatRequest(OpenAIRequest):
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest.at("top_logprobs", "only together with logprobs")
-        sent["max_tokens"] = newer if newer is not None else self.max_tokens  # None: as long as it gets
+        if newer is not None:
+            sent["max_tokens"] = newer
         sent["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         sent.pop("echo", None)  # the engine's would be that of the whole prompt
         return sent
+
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Unless something is said, a reply gets as long as it can."""
+        return super().params({"max_tokens": None, **(defaults or {})})
 
     def tool_choice_name(self) -> str:
         """none, auto, required, or the name of a tool."""
@@ -233,3 +251,19 @@ class ChatRequest(OpenAIRequest):
         if name == "required" and not names:
             raise InvalidRequest.at("tool_choice", "there are no tools")
         return name if names else "none"
+
+
+class BatchChatRequest(ChatRequest):
+    """vLLM's: several conversations, each of which gets one choice."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[list[Message], Field(fail_fast=True, min_length=1)]],
+        Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS),
+    ]
+
+    def chats(self) -> list[ChatRequest]:
+        for name in ("n", "best_of", "stream", "tools", "use_beam_search", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is True or value not in (None, False, 1, []):
+                raise InvalidRequest.at(name, "not in a batch of chats")
+        return [self.model_copy(update={"messages": messages}) for messages in self.messages]
