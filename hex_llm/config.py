@@ -151,10 +151,20 @@ class EngineConfig:
     )
     quantization: str | None = model_flag(
         None,
-        "int8 and int4 quantize the model's layers while they are loaded. The others say how they are "
-        "quantized already, which config.json does too.",
+        "int8 and int4 quantize the model's layers while they are loaded; none expands what is quantized. "
+        "The others say how the model is quantized already, which config.json does too.",
         unset="as config.json says",
-        choices=("int8", "int4", "awq", "gptq", "bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors"),
+        choices=(
+            "none",
+            "int8",
+            "int4",
+            "awq",
+            "gptq",
+            "bitsandbytes",
+            "fp8",
+            "fbgemm_fp8",
+            "compressed-tensors",
+        ),
     )
     revision: str | None = model_flag(
         None, "The branch, tag or commit of the model on the Hugging Face hub.", unset="main"

@@ -1,11 +1,11 @@
 """Output tokens per second on the embedded default model, ours beside others', in one run on this machine.
 
-Greedy, 128 tokens in and 64 out, the same prompts for all, for 1 and for 8 requests at once; every system is
-warmed up first. The others: Hugging Face transformers' `generate`; with --vllm-python=PATH (an interpreter
-that has vLLM's CPU build), vLLM; with --llama-python=PATH (one that has llama-cpp-python), llama.cpp. All
-multiply float32 weights, which the model's file holds rounded to 4 and 8 bits; llama.cpp also runs the file
-as it is, which saves it most of the reading. Also: the host's own time for each step, and what a cached
-prefix of 1,024 tokens does to the time to the first token.
+Greedy, 128 tokens in and 64 out, and 4 in and 64 out, which is mostly decoding; the same prompts for all, for
+1 and for 8 requests at once; every system is warmed up first. The others: Hugging Face transformers'
+`generate`; with --vllm-python=PATH (an interpreter that has vLLM's CPU build), vLLM; with --llama-python=PATH
+(one that has llama-cpp-python), llama.cpp. These multiply float32 weights, which the model's file holds
+rounded to 4 and 8 bits; we and llama.cpp also the file's own, which are much less to read. Also: the host's
+own time for each step, and what a cached prefix of 1,024 tokens does to the time to the first token.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from hex_llm import LLM, SamplingParams
 from hex_llm.config import EngineConfig
 from hex_llm.weights.source import fetch
 
-NUM_IN, NUM_OUT, REPEATS = 128, 64, 3
-COUNTS = (1, 8)
+NUM_OUT, REPEATS = 64, 3
+KINDS = [(count, num_in) for num_in in (128, 4) for count in (1, 8)]  # requests at once, tokens of a prompt
+Rates = list[float]  # of the kinds
 
 
-def prompts(count: int, length: int = NUM_IN, seed: int = 0) -> list[list[int]]:
+def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1000, 40000, (count, length), generator=generator).tolist()
 
@@ -49,14 +50,23 @@ def rate(run: Callable[[], object], count: int) -> float:
     return count * NUM_OUT / statistics.median(seconds)
 
 
-def ours() -> dict[int, float]:
-    llm = LLM(max_model_len=256, num_blocks=128, max_decode_seqs=8)
+def ours(quantization: str | None) -> Rates:
+    """`quantization`: none for float32, None for the file's own."""
+    llm = LLM(
+        max_model_len=256,
+        num_blocks=128,
+        max_decode_seqs=8,
+        enable_prefix_caching=False,
+        quantization=quantization,
+    )
     params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
-    rates = {}
-    for count in COUNTS:
-        ids = prompts(count)
-        rates[count] = rate(lambda: generate(llm, ids, params), count)  # noqa: B023
-        print(f"{count} at once: the host's own time is {host_ms(llm, ids, params):.2f} ms a step")
+    rates = []
+    for count, num_in in KINDS:
+        ids = prompts(count, num_in)
+        rates.append(rate(lambda: generate(llm, ids, params), count))  # noqa: B023
+        print(
+            f"{count} at once, {num_in} in: our host's own time is {host_ms(llm, ids, params):.2f} ms a step"
+        )
     return rates
 
 
@@ -85,7 +95,7 @@ def host_ms(llm: LLM, ids: list[list[int]], params: SamplingParams) -> float:
     return (total - waited) * 1000 / (llm.engine.num_steps - before)
 
 
-def theirs(folder: Path) -> dict[int, float]:
+def theirs(folder: Path) -> Rates:
     """Transformers; leaves the model in the folder, for others."""
     path = fetch(None, cache_dir=EngineConfig().cache_dir)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -96,11 +106,11 @@ def theirs(folder: Path) -> dict[int, float]:
     plain.load_state_dict(state)
     plain.save_pretrained(folder)
     options = {"max_new_tokens": NUM_OUT, "do_sample": False, "eos_token_id": None}
-    rates = {}
-    for count in COUNTS:
-        ids = torch.tensor(prompts(count))
+    rates = []
+    for count, num_in in KINDS:
+        ids = torch.tensor(prompts(count, num_in))
         whole = torch.ones_like(ids)
-        rates[count] = rate(lambda: model.generate(ids, attention_mask=whole, **options), count)  # noqa: B023
+        rates.append(rate(lambda: model.generate(ids, attention_mask=whole, **options), count))  # noqa: B023
     return rates
 
 
@@ -118,14 +128,14 @@ def main():
     llm = LLM(model=folder, dtype="float32", skip_tokenizer_init=True, max_model_len=256,
               enable_prefix_caching=False, max_num_seqs=8)
     params = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True, detokenize=False)
-    rates = {}
+    rates = []
     for ids in prompts:
         run = lambda: llm.generate([{"prompt_token_ids": i} for i in ids], params, use_tqdm=False)
         run()
         seconds = []
         for _ in range(repeats):
             start = time.perf_counter(); run(); seconds.append(time.perf_counter() - start)
-        rates[len(ids)] = len(ids) * num_out / statistics.median(seconds)
+        rates.append(len(ids) * num_out / statistics.median(seconds))
     print("RATES", json.dumps(rates))
 
 if __name__ == "__main__":  # it starts processes, which import this file
@@ -133,7 +143,7 @@ if __name__ == "__main__":  # it starts processes, which import this file
 """
 
 
-def vllm(python: str, folder: Path) -> dict[int, float]:
+def vllm(python: str, folder: Path) -> Rates:
     return told_by(python, VLLM, folder, [str(folder)])
 
 
@@ -171,7 +181,7 @@ if whole:
     assert ll.llama_model_quantize(path.encode(), whole.encode(), options) == 0
 model = ll.llama_model_load_from_file((whole or path).encode(), ll.llama_model_default_params())
 num_vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
-rates = {}
+rates = []
 for ids in prompts:
     options = ll.llama_context_default_params()
     options.n_seq_max, options.n_ctx, options.n_batch = len(ids), 256 * len(ids), 256 * len(ids)
@@ -183,30 +193,31 @@ for ids in prompts:
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter(); run(context, ids, num_out); seconds.append(time.perf_counter() - start)
-    rates[len(ids)] = len(ids) * num_out / statistics.median(seconds)
+    rates.append(len(ids) * num_out / statistics.median(seconds))
     ll.llama_free(context)
 print("RATES", json.dumps(rates))
 """
 
 
-def llama_cpp(python: str, folder: Path, *, whole: bool) -> dict[int, float]:
+def llama_cpp(python: str, folder: Path, *, whole: bool) -> Rates:
     """`whole`: its weights and its KV cache are float32; else the weights as stored, the cache in float16."""
     path = fetch(None, cache_dir=EngineConfig().cache_dir)
     to = str(folder / "float32.gguf") if whole else ""
     return told_by(python, LLAMA, folder, [str(path), to, torch.get_num_threads()])
 
 
-def told_by(python: str, program: str, folder: Path, arguments: list[object]) -> dict[int, float]:
+def told_by(python: str, program: str, folder: Path, arguments: list[object]) -> Rates:
     """The rates that a program tells, run by another interpreter with what it is to generate."""
     script = folder / "rates.py"
     script.write_text(program)
-    told = json.dumps([*arguments, [prompts(count) for count in COUNTS], NUM_OUT, REPEATS])
+    told = json.dumps([*arguments, [prompts(*kind) for kind in KINDS], NUM_OUT, REPEATS])
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2"}  # GiB; by itself it takes half of the machine
     done = subprocess.run([python, str(script), told], capture_output=True, text=True, env=environ)
     found = [line for line in done.stdout.splitlines() if line.startswith("RATES ")]
     if not found:
         raise SystemExit(f"{python} failed:\n{done.stderr[-3000:]}")
-    return {int(count): value for count, value in json.loads(found[0][6:]).items()}
+    rates: Rates = json.loads(found[0][6:])
+    return rates
 
 
 def first_token_ratio() -> tuple[float, float]:
@@ -234,18 +245,19 @@ def main() -> None:
         f"{platform.machine()}, {torch.get_num_threads()} threads, Python {platform.python_version()}, "
         f"jax {jax.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     )
-    mine = ours()
+    rates = {"hex_llm, the file's 4 and 8 bits": ours(None), "hex_llm, float32": ours("none")}
     with tempfile.TemporaryDirectory() as folder:
-        others = {"transformers, float32": theirs(Path(folder))}
+        rates["transformers, float32"] = theirs(Path(folder))
         if options.vllm_python is not None:
-            others["vLLM, float32"] = vllm(options.vllm_python, Path(folder))
+            rates["vLLM, float32"] = vllm(options.vllm_python, Path(folder))
         if options.llama_python is not None:
-            for name, whole in (("float32", True), ("Q4_1 and Q8_0 as stored", False)):
-                others[f"llama.cpp, {name}"] = llama_cpp(options.llama_python, Path(folder), whole=whole)
-    for count in COUNTS:
-        print(f"{count} at once: hex_llm, float32 {mine[count]:.1f} tok/s")
-        for name, rates in others.items():
-            print(f"    {name} {rates[count]:.1f} tok/s, ours is {mine[count] / rates[count]:.2f} x")
+            for name, whole in (("float32", True), ("the file's 4 and 8 bits", False)):
+                rates[f"llama.cpp, {name}"] = llama_cpp(options.llama_python, Path(folder), whole=whole)
+    first_rates = next(iter(rates.values()))
+    for i, (count, num_in) in enumerate(KINDS):
+        print(f"{count} at once, {num_in} in:")
+        for name, each in rates.items():
+            print(f"    {name} {each[i]:.1f} tok/s, the first is {first_rates[i] / each[i]:.2f} x")
     first, cached = first_token_ratio()
     print(f"first token: {first:.2f} s, with 1,024 tokens cached {cached:.2f} s, {cached / first:.2f} of it")
 

@@ -18,7 +18,7 @@ from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks, shown_size, token_bytes
 from hex_llm.execution.runner import Runner, keep_compiled
-from hex_llm.execution.weight_plan import BITS, plan_weights, quantized_bytes
+from hex_llm.execution.weight_plan import BITS, EXPANDED, plan_weights, quantized_bytes
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
@@ -111,13 +111,13 @@ def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) ->
     """What is quantized can be read as floats too. None: only the config was wanted."""
     quantization, asked = quantization_of(files.config), config.quantization
     if quantization is None:
-        if asked and asked not in BITS:
+        if asked not in (None, EXPANDED, *BITS):
             raise ConfigError(
                 f"--quantization={asked}: the model's config names no quantization; "
                 f"{' and '.join(BITS)} quantize while loading"
             )
         return files.checkpoint
-    if asked not in (None, quantization.method):
+    if asked not in (None, EXPANDED, quantization.method):
         raise ConfigError(
             f"--quantization={asked}, but the model's config.json says {quantization.method}: leave the "
             "flag out"

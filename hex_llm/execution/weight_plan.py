@@ -22,7 +22,7 @@ from hex_llm.models.spec import ModelSpec
 from hex_llm.weights.checkpoint import Checkpoint, Tensor
 from hex_llm.weights.grouped import Form, Part, PartName, form_of
 
-BITS = {"int8": 8, "int4": 4}  # by what --quantization asks for
+EXPANDED, BITS = "none", {"int8": 8, "int4": 4}  # what --quantization can ask for
 GROUPS = {8: 128, 4: 32}  # inputs that share a scale in what is quantized here
 
 Keeps = Callable[[Form], bool]  # whether matrices of this form are multiplied as they are
@@ -53,6 +53,8 @@ def plan_weights(
         if not isinstance(matrix, Dense):
             return matrix
         param: Param = matrix.array
+        if quantization == EXPANDED:
+            return matrix
         if bits is None:
             form = _common_form(param, stored, num_devices)
             return matrix if form is None or not keeps(form) else _quantized(matrix, form, stored, parts)

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from hex_llm.config import EngineConfig
 from hex_llm.engine.loading import open_checkpoint, open_files
 from hex_llm.errors import ConfigError, ModelError
-from hex_llm.execution.weight_plan import plan_weights
+from hex_llm.execution.weight_plan import WeightPlan, plan_weights
 from hex_llm.models.families import model_spec
+from hex_llm.models.linear import Dense
+from hex_llm.models.quantized import Quantized
 from hex_llm.weights.checkpoint import Checkpoint
 from tests.engine.driving import make_config
 from tests.models.test_families import NUM_COMPARED, TOLERANCE, check_logits
@@ -167,6 +169,19 @@ def test_the_log_says_which_format_was_found(
     with caplog.at_level(logging.INFO):
         assert opened(config) is not None
     assert "quantized by awq (4 bits with a scale for 64 inputs)" in caplog.text
+
+
+def test_none_expands(awq: Path) -> None:
+    config = make_config(awq, quantization="none")
+    spec, checkpoint = model_spec(open_files(config).config), opened(config)
+
+    def plan(flag: str | None) -> WeightPlan:
+        return plan_weights(spec, checkpoint, keeps=lambda form: True, quantization=flag)
+
+    assert isinstance(plan(None).weights.layers[0].qkv, Quantized)
+    assert isinstance(plan(None).weights.embed, Dense)
+    assert isinstance(plan("none").weights.layers[0].qkv, Dense)
+    assert not plan("none").parts
 
 
 def test_a_flag_that_says_otherwise(awq: Path) -> None:

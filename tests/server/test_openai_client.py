@@ -207,7 +207,7 @@ def test_errors_have_types(url: str, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="best_of"):
         client.completions.create(model="fake", prompt="a", best_of=3, stream=True)
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="fake", input="a")
+        client.moderations.create(input="a")
     backend = FakeBackend(byte_tokenizer())
     with live(backend, api_key="k") as address:
         with pytest.raises(openai.AuthenticationError):
