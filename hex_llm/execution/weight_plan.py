@@ -46,15 +46,15 @@ def plan_weights(
     bits = BITS.get(quantization or "")
     if bits is not None and not keeps(Form(bits, GROUPS[bits], has_offsets=bits == 4)):
         raise ConfigError(f"--quantization={quantization}: there is no kernel for it on these devices yet")
-    stored = checkpoint or {}
-    weights, parts = abstract_weights(spec), dict[str, Tensor]()
+    weights = abstract_weights(spec)
+    if quantization == EXPANDED:
+        return WeightPlan(weights)
+    stored, parts = checkpoint or {}, dict[str, Tensor]()
 
     def plan(matrix: Any) -> Any:
         if not isinstance(matrix, Dense):
             return matrix
         param: Param = matrix.array
-        if quantization == EXPANDED:
-            return matrix
         if bits is None:
             form = _common_form(param, stored, num_devices)
             return matrix if form is None or not keeps(form) else _quantized(matrix, form, stored, parts)

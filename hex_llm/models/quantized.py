@@ -72,11 +72,11 @@ def quantize(matrix: Dense, bits: int, group: int) -> Quantized:
     else:
         offsets, highest = jnp.minimum(groups.min(axis=-1), 0), jnp.maximum(groups.max(axis=-1), 0)
         scales = (highest - offsets) / 15
-        codes = pack(
-            _nearest(groups - offsets[..., None], scales).astype(jnp.uint8).reshape(matrix.array.shape)
-        )
-    codes = codes.reshape(*matrix.array.shape[:-1], -1)
-    return Quantized(codes, scales, offsets, bits, num_outputs=matrix.num_outputs)
+        codes = _nearest(groups - offsets[..., None], scales).astype(jnp.uint8)
+    codes = codes.reshape(matrix.array.shape)
+    return Quantized(
+        codes if bits == 8 else pack(codes), scales, offsets, bits, num_outputs=matrix.num_outputs
+    )
 
 
 def _nearest(groups: jax.Array, scales: jax.Array) -> jax.Array:

@@ -60,11 +60,12 @@ def quantize(folder: Path, form: Format) -> Path:
 IN_WHOLE_NUMBERS = 5e-3
 
 
-def check(folder: Path, judge: Any, prompt: list[int], devices: int, **flags: Any) -> None:
+def check(
+    folder: Path, judge: Any, prompt: list[int], devices: int, tolerance: float = TOLERANCE, **flags: Any
+) -> None:
     out = greedy(judge, prompt, NUM_COMPARED, output_logits=True, return_dict_in_generate=True)
     with torch.no_grad():
         prompt_logits = judge(torch.tensor([prompt])).logits[0].numpy()
-    tolerance = IN_WHOLE_NUMBERS if devices == 1 else TOLERANCE
     check_logits(folder, devices, prompt, prompt_logits, torch.cat(out.logits).numpy(), tolerance, **flags)
 
 
@@ -74,7 +75,8 @@ def check_tiny(tiny: Tiny, form: Format, folder: Path, *device_counts: int) -> N
         quantize(folder, form), dtype=torch.float32, attn_implementation="eager"
     )
     for devices in device_counts:
-        check(folder, judge, tiny.prompt(), devices)
+        check(folder, judge, tiny.prompt(), devices, quantization="none")
+        check(folder, judge, tiny.prompt(), devices, IN_WHOLE_NUMBERS if devices == 1 else TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,8 @@ def test_plain_models_are_quantized_while_they_are_loaded(
         tmp_path / "rounded", dtype=torch.float32, attn_implementation="eager"
     )
     with caplog.at_level(logging.INFO):
-        check(tmp_path / "model", judge, tiny.prompt(), devices, quantization=flag)
+        tolerance = IN_WHOLE_NUMBERS if devices == 1 else TOLERANCE
+        check(tmp_path / "model", judge, tiny.prompt(), devices, tolerance, quantization=flag)
     assert re.search(r"MiB of matrices stay quantized: as float32 they would take [\d.]+ MiB", caplog.text)
 
 

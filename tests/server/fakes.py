@@ -36,6 +36,13 @@ from tools.fake_engine import (  # noqa: F401
     reversed_updates,
 )
 
+# A template with calls in Hermes' form, and a reply with two of them.
+HERMES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{# <tool_call> #}"
+CALLS = (
+    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Röm"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"place": "Bonn"}}\n</tool_call>'
+)
+
 
 class FakeBackend:
     """`hold` keeps answers back until it is set; `error` is raised instead of answering.

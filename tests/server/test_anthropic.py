@@ -16,21 +16,16 @@ from anthropic.types import Message
 from hex_llm.errors import EngineStopped, QueueFull
 from hex_llm.types import FinishReason, Request, Update
 from tests.server.asking import ask, post
-from tests.server.fakes import FIRST_BYTE, FakeBackend, Speaker, byte_tokenizer
+from tests.server.fakes import CALLS, FIRST_BYTE, HERMES, FakeBackend, Speaker, byte_tokenizer
 from tests.server.live import live
 
 PATH = "/v1/messages"
 SHOWS_ALL = "{{ messages | tojson }}|{{ tools | tojson }}|{{ enable_thinking }}|{{ reasoning_effort }}"
-HERMES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{# <tool_call> #}"
 WEATHER: dict[str, Any] = {
     "name": "weather",
     "description": "of a place",
     "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
 }
-CALLS = (
-    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Röm"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "weather", "arguments": {"place": "Bonn"}}\n</tool_call>'
-)
 HELLO: dict[str, Any] = {
     "model": "fake",
     "max_tokens": 1000,

@@ -14,12 +14,11 @@ from pydantic import BaseModel
 
 from hex_llm.types import FinishReason, Request, Update
 from tests.server.asking import ask, post, refusal
-from tests.server.fakes import FakeBackend, Speaker, byte_tokenizer
+from tests.server.fakes import CALLS, HERMES, FakeBackend, Speaker, byte_tokenizer
 from tests.server.live import live
 
 PATH = "/v1/responses"
 SHOWS_ALL = "{{ messages | tojson }}|{{ tools | tojson }}|{{ reasoning_effort }}"
-HERMES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{# <tool_call> #}"
 WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "weather",
@@ -27,10 +26,6 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     "strict": False,
 }
-CALLS = (
-    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Röm"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "weather", "arguments": {"place": "Bonn"}}\n</tool_call>'
-)
 TEXT_EVENTS = [
     "output_item.added",
     "content_part.added",
