@@ -135,8 +135,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = model_flag(False, "Load no tokenizer: token ids in, token ids out, no text.")
     trust_remote_code: bool = model_flag(
         False,
-        "Serve a model whose config asks for code of its own by the built-in architecture of that name; code "
-        "from a model's folder is never executed.",
+        "Either way, a model whose config asks for code of its own is served by the built-in architecture of "
+        "that name; code from a model's folder is never executed.",
     )
     load_format: str = model_flag(
         "auto",
@@ -430,8 +430,8 @@ class ServerConfig:
     enable_auto_tool_choice: bool = server_flag(True, "Let models decide whether they call tools.")
     reasoning_parser: str | None = server_flag(
         None,
-        "The format of the model's reasoning, by vLLM's names; it is told apart from the answer.",
-        unset="reasoning is part of the answer",
+        "The format of the model's reasoning, by vLLM's names; none: it is part of the answer.",
+        unset="found out from the chat template",
     )
     trust_request_chat_template: bool = server_flag(
         False, "Let requests bring a chat template, which is code: sandboxed, but not limited in time."

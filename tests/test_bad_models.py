@@ -122,11 +122,6 @@ def only_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary()))
 
 
-def own_code(folder: Path) -> None:
-    configure(folder, auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
-    (folder / "own.py").write_text("import os; os.mkdir('executed')")
-
-
 def whole_numbers(folder: Path) -> None:
     values = {
         name: value.astype(np.int64) if "q_proj" in name else value for name, value in tensors().items()
@@ -167,7 +162,6 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     "missing shard": (lambda f: shard(f, Q, "model-2.safetensors"), "'model-2.safetensors' is missing", ()),
     "index outside": (lambda f: shard(f, Q, "../x.safetensors"), "points outside the folder", ()),
     "only pickles": (only_pickles, "only PyTorch files", ()),
-    "own code": (own_code, "auto_map", ()),
     "unknown": (lambda f: configure(f, architectures=["Mamba"]), "'Mamba' is not supported", ()),
     "wrong shape": (lambda f: configure(f, vocab_size=33), "embed_tokens.weight has shape [32, 16]", ()),
     "absurd sizes": (lambda f: configure(f, num_hidden_layers=10**9), "num_hidden_layers=1000000000", ()),
@@ -223,7 +217,7 @@ def test_a_missing_folder(tmp_path: Path) -> None:
     assert "there is no file or folder" in the_error(run(tmp_path / "none"))
 
 
-NOT_RUN = ["own code", *(pytest.param(c, marks=pytest.mark.slow) for c in ("index outside", "only pickles"))]
+NOT_RUN = ["only pickles", pytest.param("index outside", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("case", NOT_RUN)

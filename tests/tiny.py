@@ -38,6 +38,15 @@ LLAMA4_VISION = {
     "projector_output_dim": 32,
     "image_size": 28,
 }
+VISION = {  # of the others; their text is all that is looked at
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,14 @@ class Tiny:
         if self.architecture == "Llama4ForConditionalGeneration":
             text = transformers.Llama4TextConfig(**values).to_dict()
             return transformers.Llama4Config(text_config=text, vision_config=LLAMA4_VISION)
-        kind = self.architecture.removesuffix("ForCausalLM")
-        name = "Llama4TextConfig" if kind == "Llama4" else f"{kind}Config"
+        kind, is_text = self.architecture.removesuffix("ForCausalLM"), True
+        if kind.endswith("ForConditionalGeneration"):
+            kind, is_text = kind.removesuffix("ForConditionalGeneration"), False
+        if not is_text:
+            vision = {**VISION, "model_type": "pixtral" if kind == "Mistral3" else "siglip_vision_model"}
+            text = {"model_type": "gemma3_text", **values}
+            return getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+        name = f"{kind}TextConfig" if kind in ("Llama4", "Gemma3") else f"{kind}Config"
         return getattr(transformers, name)(**values)
 
     def build(self, seed: int = 0) -> Any:
@@ -72,6 +87,9 @@ class Tiny:
                 else:  # a loud tied embedding would only ever repeat its input
                     quiet = "embed_tokens" in name and config.get_text_config().tie_word_embeddings
                     weight.copy_(torch.randn_like(weight) * (0.02 if quiet else 0.25))
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(torch.randn_like(buffer) * 0.25)
         return model
 
     def save(self, folder: Path, seed: int = 0, **options: Any) -> Any:
@@ -109,6 +127,55 @@ LLAMA4 = {
     "num_local_experts": 4,
     "attention_chunk_size": 16,
     "floor_scale": 8,
+}
+QWEN3_WINDOW = {
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "max_window_layers": 1,
+    "num_hidden_layers": 3,
+}
+QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+GEMMA3 = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "num_hidden_layers": 4}
+PHI4_MINI = {
+    **rope(
+        "longrope",
+        partial_rotary_factor=0.75,
+        short_factor=[1.0, 1.1, 1.2],
+        long_factor=[1.5, 2.0, 3.0],
+        original_max_position_embeddings=48,
+    ),
+    "original_max_position_embeddings": 48,
+}
+MINISTRAL3 = {
+    **rope(
+        "yarn",
+        factor=16.0,
+        original_max_position_embeddings=16,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.5,
+    ),
+    "head_dim": 16,
+}
+GRANITE = {
+    "embedding_multiplier": 1.7,
+    "logits_scaling": 1.3,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.3,
+}
+GPT_OSS = {
+    **rope("yarn", factor=4.0, truncate=False, original_max_position_embeddings=32),
+    **MOE,
+    "head_dim": 16,
+    "sliding_window": 8,
+}
+GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "routed_scaling_factor": 1.5,
+    "head_dim": 16,
 }
 
 FAMILIES = [
@@ -197,4 +264,103 @@ FAMILIES = [
         "Llama4ForCausalLM",
         {**LLAMA4, **MQA, "interleave_moe_layer_step": 2, "use_qk_norm": False, **LLAMA3},
     ),
+    Tiny(
+        "llama4-maverick",
+        "Llama4ForCausalLM",
+        {**LLAMA4, "num_local_experts": 32, "interleave_moe_layer_step": 2},
+        prompt_len=40,
+    ),
+    Tiny("qwen3", "Qwen3ForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
+    Tiny(
+        "qwen3-biases-window",
+        "Qwen3ForCausalLM",
+        {**MQA, "head_dim": 12, "attention_bias": True, **QWEN3_WINDOW, "num_hidden_layers": 4},
+    ),
+    Tiny("qwen3-moe", "Qwen3MoeForCausalLM", {**QWEN3_MOE, "norm_topk_prob": True}),
+    Tiny(
+        "qwen3-moe-dense-between",
+        "Qwen3MoeForCausalLM",
+        {**QWEN3_MOE, **MQA, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    Tiny("gemma3-1b", "Gemma3ForCausalLM", {**GEMMA3, **MQA, "num_hidden_layers": 7}),
+    Tiny(
+        "gemma3-27b-vision",
+        "Gemma3ForConditionalGeneration",
+        {
+            **GEMMA3,
+            "query_pre_attn_scalar": 11,
+            "sliding_window_pattern": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    Tiny("phi4-mini", "Phi3ForCausalLM", {**PHI4_MINI, "tie_word_embeddings": True}, prompt_len=30),
+    Tiny("phi4-mini-long", "Phi3ForCausalLM", {**PHI4_MINI, **MQA, "sliding_window": 300}, prompt_len=60),
+    Tiny("smollm3", "SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
+    Tiny(
+        "smollm3-window",
+        "SmolLM3ForCausalLM",
+        {
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    Tiny(
+        "mistral-small-3.1",
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+    ),
+    Tiny(
+        "ministral",
+        "MinistralForCausalLM",
+        {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 8},
+    ),
+    Tiny("ministral3", "Ministral3ForCausalLM", MINISTRAL3, prompt_len=50),
+    Tiny(
+        "ministral3-vision",
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "ministral3", **MINISTRAL3, **MQA},
+    ),
+    Tiny("granite3", "GraniteForCausalLM", {**GRANITE, "tie_word_embeddings": True}),
+    Tiny(
+        "granite3-biases", "GraniteForCausalLM", {**GRANITE, **MHA, "attention_bias": True, "mlp_bias": True}
+    ),
+    Tiny("olmo2", "Olmo2ForCausalLM", MHA),
+    Tiny(
+        "olmo2-gqa-biases",
+        "Olmo2ForCausalLM",
+        {"attention_bias": True, "num_attention_heads": 6, "head_dim": 8, "intermediate_size": 80},
+    ),
+    Tiny("olmo3", "Olmo3ForCausalLM", {**MHA, "sliding_window": 8, "num_hidden_layers": 4}),
+    Tiny(
+        "olmo3-yarn",
+        "Olmo3ForCausalLM",
+        {
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        },
+        prompt_len=50,
+    ),
+    Tiny("gpt-oss-20b", "GptOssForCausalLM", GPT_OSS, prompt_len=50),
+    Tiny(
+        "gpt-oss-odd",
+        "GptOssForCausalLM",
+        {
+            **GPT_OSS,
+            "num_attention_heads": 6,
+            "swiglu_limit": 0.5,
+            "attention_bias": False,
+            "num_local_experts": 5,
+        },
+    ),
+    Tiny("glm4.5", "Glm4MoeForCausalLM", {**GLM, "use_qk_norm": True, "attention_bias": True}),
+    Tiny(
+        "glm4.5-groups",
+        "Glm4MoeForCausalLM",
+        {**GLM, **MQA, "n_group": 2, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2},
+    ),
+    Tiny("minimax-m2", "MiniMaxM2ForCausalLM", {**MOE, "head_dim": 16, "rotary_dim": 8}),
+    Tiny("minimax-m2-odd", "MiniMaxM2ForCausalLM", {**MOE, **MHA, "num_local_experts": 7, "head_dim": 12}),
 ]

@@ -62,7 +62,7 @@ def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, T
 def open_files(config: EngineConfig) -> ModelFiles:
     config_only = config.load_format == "dummy"
     path = fetch_for(config, config.model, config_only=config_only)
-    return open_model(path, trust_remote_code=config.trust_remote_code, config_only=config_only)
+    return open_model(path, config_only=config_only)
 
 
 def load_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:

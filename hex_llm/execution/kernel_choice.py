@@ -127,15 +127,18 @@ def _attention(spec: ModelSpec, devices: Devices) -> PagedAttention:
     if _attends_on_tpu(spec, devices):
         return tpu.paged_attention
     if devices.platform != "cpu":
-        heads = f"heads of {spec.head_dim} in {devices.dtype}"
+        heads = f"heads of {spec.head_dim}{' with sinks' * spec.sinks} in {devices.dtype}"
         log.warning("no attention kernel for %s: a slower one is used", heads)
     return reference.paged_attention
 
 
 def _attends_on_tpu(spec: ModelSpec, devices: Devices) -> bool:
     num_kv_heads, masks = spec.num_kv_heads // devices.num, [layer.mask for layer in spec.layers]
-    return devices.platform == "tpu" and tpu.can_attend(
-        num_kv_heads, spec.head_dim, devices.block_size, masks, devices.dtype
+    # JAX's kernel knows no sinks, and does not tell the weights that they would be added to.
+    return (
+        devices.platform == "tpu"
+        and not spec.sinks
+        and tpu.can_attend(num_kv_heads, spec.head_dim, devices.block_size, masks, devices.dtype)
     )
 
 

@@ -70,6 +70,7 @@ class PagedAttention(Protocol):
         pages: Array,  # [N, block, K, 2, H]
         batch: Batch,
         options: Options,
+        sinks: Array | None = None,  # [K, G]: a score beside those of the keys, whose value is 0
     ) -> tuple[Array, Array]:
         """Attention out [T, K, G, H], and the pages."""
         ...

@@ -115,6 +115,7 @@ using Pages = ffi::Buffer<ffi::F32, 5>;  // [N, block, K, 2, H]
 struct Attention {
   const float *q, *pages;
   const int32_t *tables, *positions, *sequences;
+  const float* sinks;  // [K, G]; none: minus infinity
   float* out;
   int64_t num_heads, group, size;                  // K, G, H
   int64_t num_pages, block_size, num_seqs, width;  // width: blocks in a row of `tables`
@@ -239,7 +240,7 @@ void Attention::Attend(int64_t first_row, int64_t count, int64_t head) const {
   memory.assign(num_queries * (2 * size + kKeys + 2), 0.0f);
   float *queries = memory.data(), *sums = queries + num_queries * size, *scores = sums + num_queries * size;
   float *peaks = scores + num_queries * kKeys, *totals = peaks + num_queries;
-  std::fill_n(peaks, num_queries, -std::numeric_limits<float>::infinity());
+  for (int64_t i = 0; i < num_queries; ++i) peaks[i] = sinks[head * group + i % group], totals[i] = 1;
   int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
   for (int64_t i = 0; i < count; ++i) {
     const float* from = q + ((first_row + i) * num_heads + head) * group * size;
@@ -278,12 +279,12 @@ void Attention::Attend(int64_t first_row, int64_t count, int64_t head) const {
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, Pages pages,
                   ffi::BufferR2<ffi::S32> tables, ffi::BufferR1<ffi::S32> positions,
-                  ffi::BufferR1<ffi::S32> sequences, ffi::ResultBufferR4<ffi::F32> out, float scale, float softcap,
-                  int64_t window, int64_t chunk) {
+                  ffi::BufferR1<ffi::S32> sequences, ffi::BufferR2<ffi::F32> sinks,
+                  ffi::ResultBufferR4<ffi::F32> out, float scale, float softcap, int64_t window, int64_t chunk) {
   auto [num_rows, num_heads, group, size] = std::tuple(q.dimensions()[0], q.dimensions()[1], q.dimensions()[2],
                                                        q.dimensions()[3]);
   const Attention attention{q.typed_data(), pages.typed_data(), tables.typed_data(), positions.typed_data(),
-                            sequences.typed_data(), out->typed_data(), num_heads, group, size,
+                            sequences.typed_data(), sinks.typed_data(), out->typed_data(), num_heads, group, size,
                             pages.dimensions()[0], pages.dimensions()[1], tables.dimensions()[0],
                             tables.dimensions()[1], scale, softcap, window, chunk};
   std::vector<std::pair<int64_t, int64_t>> groups;  // first row, count
@@ -322,6 +323,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hex_llm_attention, Attend,
                                   .Arg<ffi::BufferR2<ffi::S32>>()
                                   .Arg<ffi::BufferR1<ffi::S32>>()
                                   .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR2<ffi::F32>>()
                                   .Ret<ffi::BufferR4<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")

@@ -22,9 +22,10 @@ def fused_moe(
     gate_up: tuple[Panels, ...],
     down: tuple[Panels, ...],
     options: ExpertOptions,
+    gate_up_bias: Array | None = None,
 ) -> Array:
     """See kernels.experts.RoutedExperts; each expert's matrices are in panels of their own."""
-    activation, scale_input = options
+    scale_input = options.scale_input
     num_tokens, per_token = chosen.shape
     num_pairs = chosen.size
     # No expert has more rows than there are tokens.
@@ -33,6 +34,14 @@ def fused_moe(
     pairs = jnp.pad(order, (0, num_rows))
     scale = scores.reshape(-1, 1)
 
+    def gated(expert: int, inputs: Array) -> Array:
+        bias = None if gate_up_bias is None else gate_up_bias[expert].T
+        if options.limit is None:
+            return gate_up[expert].gated(inputs, options.activation, bias)
+        both = gate_up[expert].matmul(inputs)  # [T, F, 2]
+        both = both if bias is None else both + bias
+        return options.gated(both[..., 0], both[..., 1])
+
     def run_expert(expert: int, start: Array, i: Array, expert_out: Array) -> Array:
         first = start + i * num_rows
         block = lax.dynamic_slice_in_dim(pairs, first, num_rows)
@@ -40,7 +49,7 @@ def fused_moe(
         inputs, _ = lax.optimization_barrier((x[block // per_token], i))
         if scale_input:
             inputs = inputs * scale[block]
-        outputs = down[expert].matmul(gate_up[expert].gated(inputs, activation))
+        outputs = down[expert].matmul(gated(expert, inputs))
         return lax.dynamic_update_slice_in_dim(expert_out, outputs, first, 0)
 
     # A block may reach into the rows of the next expert, which then writes them anew, and past the last.

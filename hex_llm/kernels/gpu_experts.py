@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.experts import Activation, ExpertOptions, by_expert, combined
+from hex_llm.kernels.experts import ExpertOptions, by_expert, combined
 from hex_llm.kernels.gpu_kernel import dot, index_grid, launched, next_power
 
 MIN_ROWS, MAX_ROWS = 16, 128
@@ -42,7 +42,7 @@ class Product:
     """What one of the two does."""
 
     per_token: int
-    activation: Activation | None  # None: the second, without gates
+    gates: ExpertOptions | None  # None: the second, without gates
     scaled: bool  # by the scores
     tiling: Tiling
 
@@ -50,7 +50,11 @@ class Product:
 def can_fuse(activation: str, dtype: Any) -> bool:
     """Whether the kernel is for models like this. What it is not for, `experts.dense` does."""
     dtype_fits = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-    return dtype_fits and activation in ("silu", "gelu_tanh")  # Triton has no word for the other gelu
+    return dtype_fits and activation in (
+        "silu",
+        "gelu_tanh",
+        "quick_gelu",
+    )  # Triton has no word for the other gelu
 
 
 def fused_moe(
@@ -60,6 +64,7 @@ def fused_moe(
     gate_up: Array,
     down: Array,
     options: ExpertOptions,
+    gate_up_bias: Array | None = None,
     tilings: tuple[Tiling, Tiling] | None = None,
 ) -> Array:
     """See kernels.experts.RoutedExperts. float32 products are exact, and there a row's result does not depend
@@ -69,8 +74,9 @@ def fused_moe(
     num_tokens, per_token = chosen.shape
     pairs = (*by_expert(chosen, num_experts), scores.reshape(-1))
     both = gate_up.reshape(num_experts, 2 * width, num_inputs)
-    first = Product(per_token, options.activation, options.scale_input, tilings[0])
-    hidden = multiply(x, *pairs, both, (chosen.size, width), x.dtype, first)
+    bias = None if gate_up_bias is None else gate_up_bias.reshape(num_experts, 2 * width)
+    first = Product(per_token, options, options.scale_input, tilings[0])
+    hidden = multiply(x, *pairs, both, (chosen.size, width), x.dtype, first, bias)
     second = Product(per_token, None, not options.scale_input, tilings[1])
     splits = tilings[1].splits
     summed = x.dtype if splits * per_token == 1 else jnp.float32
@@ -125,15 +131,16 @@ def multiply(
     out_shape: tuple[int, ...],
     out_dtype: Any,
     product: Product,
+    bias: Array | None = None,
 ) -> Array:
-    """With gates: x [T, K], weight [E, 2 * N, K] -> [P, N], in the order of experts. Without: x [P, K] in
-    that order, weight [E, N, K] -> [splits, P, N], as pairs are numbered."""
+    """With gates: x [T, K], weight [E, 2 * N, K], bias [E, 2 * N] -> [P, N], in the order of experts.
+    Without: x [P, K] in that order, weight [E, N, K] -> [splits, P, N], as pairs are numbered."""
     tiling = product.tiling
     num_blocks = most_blocks(len(order), len(weight), tiling.rows)
     grid = (num_blocks * pl.cdiv(out_shape[-1], tiling.columns), tiling.splits)
     out = jax.ShapeDtypeStruct(out_shape, out_dtype)
     kernel = partial(_multiply_kernel, product=product, num_blocks=num_blocks)
-    return launched(kernel, grid, out, tiling.warps, tiling.stages)(order, ends, scores, x, weight)
+    return launched(kernel, grid, out, tiling.warps, tiling.stages)(order, ends, scores, x, weight, bias)
 
 
 def _multiply_kernel(
@@ -142,6 +149,7 @@ def _multiply_kernel(
     scores_ref: Any,  # [P]
     x_ref: Any,
     weight_ref: Any,
+    bias_ref: Any,  # [E, 2 * N], or None
     out_ref: Any,
     *,
     product: Product,
@@ -161,7 +169,7 @@ def _multiply_kernel(
         column = column_block * tiling.columns + lax.iota(jnp.int32, tiling.columns)
         # What is not there is read from somewhere else instead, and not stored.
         here = jnp.minimum(column, num_columns - 1)
-        if product.activation is None:
+        if product.gates is None:
             source, matrices = jnp.where(valid, place, start), [here]
         else:
             source = jnp.minimum(lax.div(pair, product.per_token), len(x_ref) - 1)
@@ -170,11 +178,14 @@ def _multiply_kernel(
         if product.scaled:
             scale = plgpu.load(scores_ref.at[pair], mask=valid, other=0)
             sums = [one * scale[:, None] for one in sums]
+        if bias_ref is not None:
+            bias = [plgpu.load(bias_ref.at[expert, matrix]).astype(jnp.float32) for matrix in matrices]
+            sums = [one + added[None, :] for one, added in zip(sums, bias, strict=True)]
         at: tuple[Array, ...]
-        if product.activation is None:
+        if product.gates is None:
             out, at = sums[0], (split, *index_grid(pair, column[None, :]))
         else:
-            out, at = product.activation(sums[0]) * sums[1], index_grid(place, column[None, :])
+            out, at = product.gates.gated(sums[0], sums[1]), index_grid(place, column[None, :])
         mask = valid[:, None] & (column < num_columns)[None, :]
         plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=mask)
 

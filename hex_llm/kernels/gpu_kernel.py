@@ -52,6 +52,7 @@ class Cache(NamedTuple):
     pages: Array  # [N, block, K, 2, H]
     tables: Array  # [R, B]
     semaphores: Array  # [T, K], see write_kv
+    sinks: Array | None = None  # [K * G]
 
 
 class WorkItem(NamedTuple):
@@ -108,6 +109,7 @@ class Inputs(NamedTuple):
     tables: Any  # [R, B]
     q: Any  # [T, K * G * H]
     pages: Any  # [slots, K * 2 * H]
+    sinks: Any = None  # [K * G]
     begun: Any = None  # to go on from, with `out` as here
     semaphores: Any = None  # [T, K], with splits
 
@@ -171,7 +173,7 @@ def attend(
     width, block_size = num_kv_heads * group * head_dim, cache.pages.shape[1]
     flat_q, flat_pages = q.reshape(num_rows, width), cache.pages.reshape(-1, num_kv_heads * 2 * head_dim)
     where = (batch.positions, batch.rows, batch.num_decodes[None], cache.tables)
-    inputs = Inputs(jnp.stack(items), *where, flat_q, flat_pages)
+    inputs = Inputs(jnp.stack(items), *where, flat_q, flat_pages, cache.sinks)
     outputs = Outputs(jax.ShapeDtypeStruct((num_rows, width), q.dtype))
     aliases = {}
     if begun is not None:
@@ -230,6 +232,8 @@ def _attend_split(program: Program, block: Block) -> None:
     running = _start(tiling.rows, len(program.column))
     if program.continues:
         running = _continued(program, block)
+    elif inputs.sinks is not None:
+        running = _with_sinks(program, block, running)
     for masked, low, high in _stretches(block, program.options.mask, program.is_single, tiling.keys):
         running = lax.fori_loop(low, high, partial(_attend_tile, program, block, query, masked), running)
     peak, total, values = running
@@ -238,6 +242,14 @@ def _attend_split(program: Program, block: Block) -> None:
     pl.when(block.item.num_splits == 1)(lambda: _store(program, block, out))
     if tiling.num_spare:
         pl.when(block.item.num_splits > 1)(lambda: _store_part(program, block, (peak, total, out)))
+
+
+def _with_sinks(program: Program, block: Block, running: Softmax) -> Softmax:
+    """The softmax with the sinks seen, in the first split only."""
+    taken = block.valid & (block.item.split == 0)
+    sinks = plgpu.load(program.inputs.sinks.at[block.head], mask=block.valid, other=0).astype(jnp.float32)
+    peak = jnp.where(taken, sinks * (LOG2_E / _factor(program.options)), NO_PEAK)
+    return peak, taken.astype(jnp.float32), running[2]
 
 
 def _continued(program: Program, block: Block) -> Softmax:

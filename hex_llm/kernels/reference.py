@@ -26,19 +26,19 @@ Softmax = tuple[Array, Array, Array]
 
 
 def paged_attention(
-    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
+    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options, sinks: Array | None = None
 ) -> tuple[Array, Array]:
     """See kernels.attention.PagedAttention."""
     pages = write_kv(k, v, pages, batch.kv_slots)
     q = q * options.scale
     if not batch.max_chunks:
-        return _decode(q, batch.positions, pages, batch.tables[batch.rows], options), pages
+        return _decode(q, batch.positions, pages, batch.tables[batch.rows], options, sinks), pages
     num_rows, is_decode = len(batch.tables), jnp.arange(len(q)) < batch.num_decodes
     positions = jnp.where(is_decode, batch.positions, -1)[:num_rows]
-    decoded = _decode(q[:num_rows], positions, pages, batch.tables, options)
+    decoded = _decode(q[:num_rows], positions, pages, batch.tables, options, sinks)
     is_prefilled = ~is_decode & (batch.kv_slots >= pages.shape[1])
     rows = jnp.where(is_prefilled, batch.rows, -1)
-    prefilled = _prefill((q, batch.positions, rows), pages, batch.tables, options)
+    prefilled = _prefill((q, batch.positions, rows), pages, batch.tables, options, sinks)
     decoded = jnp.pad(decoded, [(0, len(q) - num_rows)] + [(0, 0)] * 3)
     return jnp.where(is_decode[:, None, None, None], decoded, prefilled), pages
 
@@ -51,7 +51,9 @@ def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> Array:
     return pages.at[slots // block_size, slots % block_size].set(kv)
 
 
-def _decode(q: Array, positions: Array, pages: Array, tables: Array, options: Options) -> Array:
+def _decode(
+    q: Array, positions: Array, pages: Array, tables: Array, options: Options, sinks: Array | None
+) -> Array:
     """q [R, K, G, H] with a table for each; a position of -1 sees nothing."""
     tables, length = _stretches(tables, pages, DECODE_STRETCH)
 
@@ -65,13 +67,16 @@ def _decode(q: Array, positions: Array, pages: Array, tables: Array, options: Op
         weighted = lambda weights: jnp.einsum("skgc,skch->skgh", weights, seen)  # noqa: E731
         return _accumulate(running, _capped(scores, options.softcap), visible[:, None, None], weighted)
 
-    return _finish(jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q)), q)
+    return _finish(jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q, sinks)), q)
 
 
-def _prefill(tokens: tuple[Array, Array, Array], pages: Array, tables: Array, options: Options) -> Array:
+def _prefill(
+    tokens: tuple[Array, Array, Array], pages: Array, tables: Array, options: Options, sinks: Array | None
+) -> Array:
     """tokens: q [T, K, G, H], positions [T], their rows [T] in the tables; -1: none, and it becomes 0."""
     num_rows = len(tables)
     tables, length = _stretches(tables, pages, PREFILL_STRETCH)
+    sinks = None if sinks is None else sinks[:, :, None]
 
     def attend(tokens: tuple[Array, Array, Array]) -> Array:
         q, positions, rows = tokens
@@ -92,7 +97,7 @@ def _prefill(tokens: tuple[Array, Array, Array], pages: Array, tables: Array, op
         def attend_to(row: Array, running: Softmax) -> Softmax:
             return jax.lax.fori_loop(0, num_stretches[row], partial(add, row), running)
 
-        summed = jax.lax.fori_loop(first_row, jnp.max(rows) + 1, attend_to, _start(q))
+        summed = jax.lax.fori_loop(first_row, jnp.max(rows) + 1, attend_to, _start(q, sinks))
         return _finish(summed, q).transpose(2, 0, 1, 3)
 
     q = tokens[0]
@@ -137,9 +142,11 @@ def _capped(scores: Array, softcap: float | None) -> Array:
     return scores if softcap is None else jnp.tanh(scores / softcap) * softcap
 
 
-def _start(q: Array) -> Softmax:
+def _start(q: Array, sinks: Array | None) -> Softmax:
     shape = q.shape[:-1]
-    return jnp.full(shape, NO_PEAK), jnp.zeros(shape), jnp.zeros(q.shape)
+    if sinks is None:
+        return jnp.full(shape, NO_PEAK), jnp.zeros(shape), jnp.zeros(q.shape)
+    return jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape), jnp.zeros(q.shape)
 
 
 def _accumulate(

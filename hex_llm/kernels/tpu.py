@@ -58,16 +58,17 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def paged_attention(
-    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
+    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options, sinks: Array | None = None
 ) -> tuple[Array, Array]:
-    """See kernels.attention.PagedAttention. Pages are `padded_head_dim` wide, and what lies where in a block
-    is not as it says there."""
+    """See kernels.attention.PagedAttention; there are no sinks. Pages are `padded_head_dim` wide, and what
+    lies where in a block is not as it says there."""
     head_dim, shape = q.shape[-1], pages.shape
     q, k, v = (_padded(x, shape[-1]) for x in (q, k, v))
     num_blocks, block_size, num_kv_heads = shape[:3]
     apart = num_apart(num_kv_heads, shape[-1])
     pages = pages.reshape(num_blocks * apart, block_size, num_kv_heads // apart, 2, shape[-1])
     pages = _write(k, v, pages, batch.kv_slots)
+    assert sinks is None, "the kernel has none"
     mask, scale, softcap = options
     settings = {"sm_scale": scale, "sliding_window": mask.window, "soft_cap": softcap}
     if batch.max_chunks:

@@ -19,12 +19,18 @@ MAX_SIDE = 1024  # of a tile of the weights: with all that is read ahead, half o
 
 
 def fused_moe(
-    x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array, options: ExpertOptions
+    x: Array,
+    chosen: Array,
+    scores: Array,
+    gate_up: Array,
+    down: Array,
+    options: ExpertOptions,
+    gate_up_bias: Array | None = None,
 ) -> Array:
     """See kernels.experts.RoutedExperts."""
     if len(x) <= FEW_TOKENS:
-        return dense(x, chosen, scores, gate_up, down, options)
-    activation, scale_input = options
+        return dense(x, chosen, scores, gate_up, down, options, gate_up_bias)
+    scale_input = options.scale_input
     num_experts, _, width, num_inputs = gate_up.shape
     order, ends = by_expert(chosen, num_experts)
     rows = MAX_ROWS if chosen.size >= MAX_ROWS * num_experts else MIN_ROWS
@@ -41,7 +47,9 @@ def fused_moe(
     if scale_input:
         inputs *= scores.reshape(-1)[pairs, None].astype(x.dtype)
     both = product(inputs, gate_up.reshape(num_experts, -1, num_inputs))
-    expert_out = product(activation(both[:, :width]) * both[:, width:], down)
+    if gate_up_bias is not None:
+        both += gate_up_bias.reshape(num_experts, -1)[chosen.reshape(-1)[pairs]]
+    expert_out = product(options.gated(both[:, :width], both[:, width:]), down)
     places = jnp.argsort(order).reshape(chosen.shape)
     # Choice by choice: rows of several choices would first be brought into another layout.
     out = jnp.zeros(x.shape, jnp.float32)

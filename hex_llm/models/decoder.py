@@ -25,13 +25,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 
 def embed(spec: ModelSpec, weights: Weights, token_ids: jax.Array) -> jax.Array:
     """token_ids [T] -> [T, D]."""
-    x = weights.embed.rows(token_ids).astype(weights.norm.dtype)
-    return x if spec.embed_scale is None else x * jnp.asarray(spec.embed_scale, x.dtype)
+    return scaled(weights.embed.rows(token_ids).astype(weights.norm.dtype), spec.embed_scale)
 
 
 def forward(
@@ -61,7 +61,7 @@ def forward(
 
 def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
     """hidden [R, D] -> float32 [R, V]."""
-    out = linear(hidden, lm_head).astype(jnp.float32)
+    out = scaled(linear(hidden, lm_head).astype(jnp.float32), spec.logit_scale)
     if spec.logit_softcap is not None:
         out = jnp.tanh(out / spec.logit_softcap) * spec.logit_softcap
     return out
@@ -81,12 +81,13 @@ def block(
     fused_moe: RoutedExperts,
 ) -> tuple[jax.Array, jax.Array]:
     """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
-    q, k, v = project_qkv(rms_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
+    q, k, v = project_qkv(optional_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
     options = Options(layer.mask, spec.attention_scale, spec.attn_softcap)
-    out, pages = attend(q, *contained(k, v), pages, batch, options)
-    x = x + post_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
-    h = feed_forward(rms_norm(x, w.ffn_norm, spec), w.ffn, spec, layer, fused_moe)
-    return x + post_norm(h, w.ffn_post_norm, spec), pages
+    out, pages = attend(q, *contained(k, v), pages, batch, options, w.sinks)
+    h = optional_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
+    x = x + scaled(h, spec.residual_scale)
+    h = feed_forward(optional_norm(x, w.ffn_norm, spec), w.ffn, spec, layer, fused_moe)
+    return x + scaled(optional_norm(h, w.ffn_post_norm, spec), spec.residual_scale), pages
 
 
 def project_qkv(
@@ -95,6 +96,9 @@ def project_qkv(
     """[T, D] -> q [T, K, G, H], k [T, K, H], v [T, K, H], rotated and normed."""
     qkv = linear(x, w.qkv, w.qkv_bias)  # [T, K, G+2, H]
     qk, v = qkv[:, :, :-1], qkv[:, :, -1]
+    if w.q_norm is not None and w.k_norm is not None:
+        k = head_norm(qk[:, :, -1], w.k_norm, spec)
+        qk = jnp.concatenate([head_norm(qk[:, :, :-1], w.q_norm, spec), k[:, :, None]], axis=2)
     if layer.rope is not None and table is not None:
         qk = rotate(qk, *table, layer.rope.interleaved)
     if layer.qk_norm:
@@ -113,9 +117,9 @@ def contained(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
 
 
-def query_scales(temperature: tuple[float, float], positions: jax.Array) -> jax.Array:
-    floor, scale = temperature
-    return jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1.0) / floor)) * scale + 1.0
+def query_scales(temperature: tuple[float, float, int], positions: jax.Array) -> jax.Array:
+    floor, scale, offset = temperature
+    return jnp.log1p(jnp.floor((positions + offset).astype(jnp.float32) / floor)) * scale + 1.0
 
 
 def feed_forward(
@@ -124,7 +128,7 @@ def feed_forward(
     activation = ACTIVATIONS[spec.activation]
     if layer.experts is None:
         return gated_mlp(x, w, activation)
-    out = moe(x, w.router, w.gate_up, w.down, layer.experts, activation, fused_moe)
+    out = moe(x, w, layer.experts, activation, fused_moe)
     return out if w.shared is None else out + gated_mlp(x, w.shared, activation)
 
 
@@ -137,9 +141,23 @@ def rms_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec) -> jax.Array:
     return (normalize(x.astype(jnp.float32), spec.norm_eps) * scale).astype(x.dtype)
 
 
-def post_norm(x: jax.Array, weight: jax.Array | None, spec: ModelSpec) -> jax.Array:
+def optional_norm(x: jax.Array, weight: jax.Array | None, spec: ModelSpec) -> jax.Array:
     return x if weight is None else rms_norm(x, weight, spec)
+
+
+def head_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec) -> jax.Array:
+    """Of q [T, K, G, H] or k [T, K, H], over the axes that the weight has: each head, or all together, where
+    query heads that only fill up are zeros and do not count."""
+    fill = spec.num_heads / (spec.num_stored_heads or spec.num_heads) if weight.ndim == 3 else 1.0
+    scale = weight.astype(jnp.float32) + spec.norm_offset
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=range(-weight.ndim, 0), keepdims=True) * fill
+    return (wide * jax.lax.rsqrt(mean + spec.norm_eps) * scale).astype(x.dtype)
 
 
 def normalize(x: jax.Array, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def scaled(x: jax.Array, scale: float | None) -> jax.Array:
+    return x if scale is None else x * jnp.asarray(scale, x.dtype)

@@ -10,30 +10,50 @@ from jax.typing import DTypeLike
 
 from hex_llm.kernels.experts import Activation, ExpertOptions, RoutedExperts
 from hex_llm.models.linear import Dense, linear
+from hex_llm.models.params import FeedForward
 from hex_llm.models.spec import Experts
 
 
-def choose(logits: jax.Array, experts: Experts) -> tuple[jax.Array, jax.Array]:
+def choose(
+    logits: jax.Array, experts: Experts, correction: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """[T, E] -> the chosen experts of each token [T, k], and their scores [T, k] in float32."""
-    values, chosen = jax.lax.top_k(logits.astype(jnp.float32), experts.num_per_token)
-    # A softmax over all experts, renormalised over the chosen, is a softmax over the chosen.
-    scores = jax.nn.sigmoid(values) if experts.sigmoid_input else jax.nn.softmax(values, axis=-1)
-    return chosen, scores
+    logits = logits.astype(jnp.float32)
+    scores = jax.nn.sigmoid(logits) if experts.sigmoid else jax.nn.softmax(logits, axis=-1)
+    # Scores that are nearly 1 are told apart by the logits only.
+    ranks = logits if correction is None else scores + correction
+    _, chosen = jax.lax.top_k(_of_best_groups(ranks, *experts.groups), experts.num_per_token)
+    scores = jnp.take_along_axis(scores, chosen, axis=-1)
+    if experts.normalized:
+        scores = scores / (scores.sum(axis=-1, keepdims=True) + 1e-20)
+    return chosen, scores * experts.scale
+
+
+def _of_best_groups(ranks: jax.Array, num_groups: int, num_chosen: int) -> jax.Array:
+    """[T, E] with all hidden but those in the best groups, which are known by their best two."""
+    if num_chosen == num_groups:
+        return ranks
+    grouped = ranks.reshape(len(ranks), num_groups, -1)
+    best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(axis=-1), num_chosen)[1]  # [T, chosen]
+    is_best = (best[:, :, None] == jnp.arange(num_groups)).any(axis=1)
+    return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(ranks.shape)
 
 
 def moe(
-    x: jax.Array,
-    router: jax.Array,
-    gate_up: Any,
-    down: Any,
-    experts: Experts,
-    activation: Activation,
-    fused_moe: RoutedExperts,
+    x: jax.Array, w: FeedForward, experts: Experts, activation: Activation, fused_moe: RoutedExperts
 ) -> jax.Array:
-    """x [T, D], router [E, D], gate_up [E, 2, F, D], down [E, D, F] -> [T, D]."""
-    chosen, scores = choose(linear(x, Dense(router)), experts)
-    gate_up, down = (_given(matrix, x.dtype) for matrix in (gate_up, down))
-    return fused_moe(x, chosen, scores, gate_up, down, ExpertOptions(activation, experts.sigmoid_input))
+    """x [T, D] -> [T, D], without the shared expert."""
+    # A correction is of float32: so are then the numbers that it tells apart.
+    exact = jnp.float32 if w.correction is not None else x.dtype
+    logits = linear(x.astype(exact), Dense(w.router.astype(exact)), w.router_bias)
+    chosen, scores = choose(logits, experts, w.correction)
+    gate_up, down = (_given(matrix, x.dtype) for matrix in (w.gate_up, w.down))
+    options = ExpertOptions(activation, experts.scale_input, experts.limit)
+    out = fused_moe(x, chosen, scores, gate_up, down, options, w.gate_up_bias)
+    if w.down_bias is None:
+        return out
+    # Here, since devices that share an expert's width would each add it.
+    return out + jnp.einsum("tk,tkd->td", scores, w.down_bias[chosen]).astype(x.dtype)
 
 
 def _given(matrix: Any, dtype: DTypeLike) -> Any:

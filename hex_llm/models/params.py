@@ -23,8 +23,9 @@ of each tensor: q_proj[8:16], k_proj[4:8] and v_proj[4:8].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -66,26 +67,32 @@ class Param:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FeedForward:
-    """Of routed experts, `gate_up` and `down` are given to a kernel (kernels/experts.py)."""
+    """Of routed experts, `gate_up` and `down` are given to a kernel (kernels/experts.py), and biases are
+    [E, 2, F] and [E, D]."""
 
     gate_up: Any  # Matrix [F, 2, D], or [E, 2, F, D]
     down: Any  # Matrix [D, F], or [E, D, F]
     gate_up_bias: Leaf | None = None
     down_bias: Leaf | None = None
     router: Leaf = None  # [E, D]
+    router_bias: Leaf | None = None  # [E]
+    correction: Leaf | None = None  # [E]
     shared: FeedForward | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerWeights:
-    attn_norm: Leaf  # [D]
+    attn_norm: Leaf | None  # [D]
     qkv: Matrix  # [K, G+2, H, D]
     qkv_bias: Leaf | None  # [K, G+2, H]
+    q_norm: Leaf | None  # [H]; or [K, G, H], of all heads together
+    k_norm: Leaf | None  # [H]; or [K, H]
+    sinks: Leaf | None  # [K, G]
     out: Matrix  # [D, K, G, H]
     out_bias: Leaf | None
     attn_post_norm: Leaf | None
-    ffn_norm: Leaf
+    ffn_norm: Leaf | None
     ffn: FeedForward
     ffn_post_norm: Leaf | None
 
@@ -121,8 +128,8 @@ def declared(weights: Weights) -> list[Param]:
     return jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
-def _whole(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Param:
-    return Param(shape, axes, (Piece(name, shape, shape),))
+def _whole(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...] | None = None) -> Param:
+    return Param(shape, axes or (None,) * len(shape), (Piece(name, shape, shape),))
 
 
 def _norm(name: str, width: int) -> Param:
@@ -131,21 +138,49 @@ def _norm(name: str, width: int) -> Param:
 
 def _layer(spec: ModelSpec, layer: Layer, prefix: str) -> LayerWeights:
     norms, width = spec.names.norms, spec.hidden_size
+    q_norm, k_norm = _head_norms(spec, prefix + "self_attn.")
 
     def optional_norm(name: str | None) -> Param | None:
         return None if name is None else _norm(prefix + name, width)
 
     return LayerWeights(
-        attn_norm=_norm(prefix + norms.attn, width),
+        attn_norm=optional_norm(norms.attn),
         qkv=Dense(_qkv(spec, prefix + "self_attn.", "weight", (width,)), num_outputs=3),
         qkv_bias=_qkv(spec, prefix + "self_attn.", "bias", ()) if spec.qkv_bias else None,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        sinks=_of_queries(spec, prefix + "self_attn.sinks", ()) if spec.sinks else None,
         out=Dense(_out(spec, prefix + "self_attn.o_proj.weight")),
         out_bias=_whole(prefix + "self_attn.o_proj.bias", (width,), (None,)) if spec.out_bias else None,
         attn_post_norm=optional_norm(norms.attn_post),
-        ffn_norm=_norm(prefix + norms.ffn, width),
+        ffn_norm=optional_norm(norms.ffn),
         ffn=_feed_forward(spec, layer, f"{prefix}{spec.names.ffn}."),
         ffn_post_norm=optional_norm(norms.ffn_post),
     )
+
+
+def _head_norms(spec: ModelSpec, prefix: str) -> tuple[Param | None, Param | None]:
+    q_name, k_name = prefix + "q_norm", prefix + "k_norm"
+    if spec.head_norm is None:
+        return None, None
+    if spec.head_norm == "each":
+        return _norm(q_name, spec.head_dim), _norm(k_name, spec.head_dim)
+    stored, head = spec.num_kv_heads // spec.kv_repeat, spec.head_dim
+    k = Piece(k_name + ".weight", (stored * head,), (stored, head), repeat=spec.kv_repeat)
+    k_norm = Param((spec.num_kv_heads, head), ("kv_heads", None), (k,), norm=True)
+    return replace(_of_queries(spec, q_name + ".weight", (head,)), norm=True), k_norm
+
+
+def _of_queries(spec: ModelSpec, name: str, head: tuple[int, ...]) -> Param:
+    """[K, G, *head] of what lies there for one query head after another, in a row."""
+    size = math.prod(head)
+    stored = ((spec.num_stored_heads or spec.num_heads) * size,)
+    pieces = tuple(
+        Piece(name, stored, (num, *head), (i, slice(0, num)), (0, first * size))
+        for i, first, num in _divided_queries(spec)
+    )
+    shape = (spec.num_kv_heads, spec.group_size, *head)
+    return Param(shape, ("kv_heads", *(None,) * (len(shape) - 1)), pieces or (Piece(name, stored, shape),))
 
 
 def _out(spec: ModelSpec, name: str) -> Param:
@@ -207,16 +242,26 @@ def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
     experts = layer.experts
     if experts is None:
         return _dense(spec, prefix, layer.ffn_size)
-    shared = experts.shared_size
+    names, shared = spec.names, experts.shared_size
     width, num, size = spec.hidden_size, experts.num, experts.size
-    pieces = _stacked if spec.names.stacked_experts else _apart
-    gate_up, down = pieces(spec.names, prefix + "experts", num, size, width)
+    pieces = _stacked if names.stacked_experts else _apart
+    gate_up, down = pieces(names, prefix + "experts", num, size, width)
+    up_bias = Piece(prefix + "experts.gate_up_proj_bias", (num, 2 * size), (num, size, 2), order=(0, 2, 1))
     return FeedForward(
         gate_up=Dense(Param((num, 2, size, width), (None, None, "ffn", None), gate_up), num_outputs=3),
         down=Dense(Param((num, width, size), (None, None, "ffn"), down), num_outputs=2),
-        router=_whole(f"{prefix}{spec.names.router}.weight", (num, width), (None, None)),
-        shared=None if shared is None else _dense(spec, prefix + "shared_expert.", shared),
+        gate_up_bias=Param((num, 2, size), (None, None, "ffn"), (up_bias,)) if experts.bias else None,
+        down_bias=_whole(prefix + "experts.down_proj_bias", (num, width)) if experts.bias else None,
+        router=_whole(f"{prefix}{names.router}.weight", (num, width)),
+        router_bias=_whole(f"{prefix}{names.router}.bias", (num,)) if experts.bias else None,
+        correction=_correction(prefix + names.correction, num) if experts.corrected else None,
+        shared=None if shared is None else _dense(spec, f"{prefix}{names.shared_expert}.", shared),
     )
+
+
+def _correction(name: str, num: int) -> Param:
+    """As exact as it is stored, for it tells experts apart that are nearly alike."""
+    return replace(_whole(name, (num,)), dtype=np.dtype(np.float32))
 
 
 Pieces = tuple[Piece, ...]
@@ -228,6 +273,12 @@ def _apart(names: CheckpointNames, prefix: str, num: int, size: int, width: int)
     def piece(expert: int, part: int, shape: tuple[int, int], *to: int) -> Piece:
         return Piece(f"{prefix}.{expert}.{names.expert[part]}.weight", shape, shape, (expert, *to))
 
+    if names.interleaved:
+        shape, view = (2 * size, width), (size, 2, width)
+        both = (
+            Piece(f"{prefix}.{e}.gate_up_proj.weight", shape, view, (e,), order=(1, 0, 2)) for e in range(num)
+        )
+        return tuple(both), tuple(piece(e, 2, (width, size)) for e in range(num))
     gate_up = tuple(piece(e, half, (size, width), half) for e in range(num) for half in (0, 1))
     return gate_up, tuple(piece(e, 2, (width, size)) for e in range(num))
 
@@ -239,6 +290,8 @@ def _stacked(names: CheckpointNames, prefix: str, num: int, size: int, width: in
         Piece(prefix + ".gate_up_proj", shape, half_shape, (slice(None), half), (2, half * size), order)
         for half in (0, 1)
     )
+    if names.interleaved:
+        gate_up = (Piece(prefix + ".gate_up_proj", shape, (num, width, size, 2), order=(0, 3, 2, 1)),)
     stored = (num, size, width)
     return gate_up, (Piece(prefix + ".down_proj", stored, stored, order=order),)
 

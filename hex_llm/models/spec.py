@@ -6,7 +6,7 @@ A switch is a value rather than a flag: None means that the operation is absent.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hex_llm.errors import ConfigError
 from hex_llm.kernels.attention import Mask
@@ -38,7 +38,14 @@ class Experts:
     num: int
     num_per_token: int
     size: int  # intermediate size of one expert
-    sigmoid_input: bool = False  # Llama 4: sigmoid scores that scale an expert's input, not its output
+    sigmoid: bool = False  # an expert's score is its own, not its part of a softmax over all
+    normalized: bool = True  # the scores of a token's experts add up to 1
+    scale: float = 1.0  # of scores
+    scale_input: bool = False  # Llama 4: scores scale an expert's input, not its output
+    groups: tuple[int, int] = (1, 1)  # so many of neighbours; a token's experts come from so many of them
+    corrected: bool = False  # a bias takes part in the choice, but not in the scores
+    bias: bool = False  # of the router and of the experts' matrices
+    limit: float | None = None  # gpt-oss: gates and ups end there, and 1 is added to ups
     shared_size: int | None = None  # intermediate size of the expert that every token visits
 
 
@@ -51,15 +58,16 @@ class Layer:
     ffn_size: int = 0
     experts: Experts | None = None  # None: a dense feed-forward of ffn_size
     qk_norm: bool = False  # weightless RMS norm of q and k after rope
-    query_temperature: tuple[float, float] | None = None  # (floor, scale): long positions sharpen queries
+    # (floor, scale, offset of positions): long positions sharpen queries
+    query_temperature: tuple[float, float, int] | None = None
 
 
 class NormNames(NamedTuple):
     """Checkpoint names of a layer's norms; None: the norm does not exist."""
 
-    attn: str = "input_layernorm"
+    attn: str | None = "input_layernorm"
     attn_post: str | None = None
-    ffn: str = "post_attention_layernorm"
+    ffn: str | None = "post_attention_layernorm"
     ffn_post: str | None = None
 
 
@@ -76,8 +84,11 @@ class CheckpointNames:
     norms: NormNames = LLAMA_NORMS
     fused: bool = False  # one qkv_proj and one gate_up_proj tensor (Phi-3)
     router: str = "gate"
-    expert: tuple[str, str, str] = ("w1", "w3", "w2")  # gate, up and down of an expert that is on its own
+    correction: str = "gate.e_score_correction_bias"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of one that is on its own
+    shared_expert: str = "shared_experts"
     stacked_experts: bool = False  # experts in one tensor, input axis first (Llama 4)
+    interleaved: bool = False  # gates and ups of an expert in one tensor, in turns (gpt-oss)
 
 
 @dataclass(frozen=True)
@@ -97,10 +108,16 @@ class ModelSpec:
     query_scale: float | None = None  # None: head_dim ** -0.5
     attn_softcap: float | None = None
     logit_softcap: float | None = None
+    logit_scale: float | None = None
+    residual_scale: float | None = None  # of what a layer adds
     tied: bool = False  # the embedding is also the head
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
+    sinks: bool = False  # each head has a score that takes weight from all keys
+    head_norm: Literal["each", "all"] | None = (
+        None  # RMS norm of q and k before rope, of heads or across them
+    )
     eos_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"  # of the checkpoint, as its config says
     kv_repeat: int = 1  # each KV head is held this many times, so that every device has one

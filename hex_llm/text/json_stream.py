@@ -77,6 +77,16 @@ class Stream:
                 raise Malformed
             self.take(1)
 
+    def one_of(self, literals: tuple[str, ...]) -> Reading[str]:
+        """Reads one of them, of which none is the beginning of another."""
+        read = ""
+        while read not in literals:
+            char = yield from self.peek()
+            if not char or not any(literal.startswith(read + char) for literal in literals):
+                raise Malformed
+            read += self.take(1)
+        return read
+
     def until(self, marks: tuple[str, ...], give: Give) -> Reading[str]:
         """Gives what is before a mark, as soon as it is surely before it. The mark, which is unread; "" at
         the end of the text."""
@@ -192,8 +202,8 @@ class Stream:
         return rf"\u{digits}" if len(digits) == 4 else rf"\\u{digits}"
 
 
-def json_object(text: str) -> str | None:
-    """The text, mended as `Stream.value` does, if it is a JSON object."""
+def json_value(text: str) -> str | None:
+    """The text, mended as `Stream.value` does, if it is a JSON value."""
     stream, parts = Stream(), [""]
     stream.add(text, ended=True)
 
@@ -204,8 +214,12 @@ def json_object(text: str) -> str | None:
     try:
         next(read())
     except StopIteration as end:
-        mended = "".join(parts)
-        return mended if end.value and mended.startswith("{") else None
+        return "".join(parts) if end.value else None
     except Malformed:
         return None
     raise AssertionError("a text that has ended is read at once")
+
+
+def json_object(text: str) -> str | None:
+    value = json_value(text)
+    return value if value is not None and value.startswith("{") else None

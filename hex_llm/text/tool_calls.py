@@ -8,19 +8,36 @@ from __future__ import annotations
 from typing import Any
 
 from hex_llm.errors import InvalidRequest, one_line
+from hex_llm.text import tagged_calls, tool_formats
 from hex_llm.text.json_stream import Reading
 from hex_llm.text.tool_formats import ToolParser
 
-# What only templates of a format have in them, the most telling ones first. None: tags of Hermes around what
-# is no JSON.
-_TAUGHT_BY: dict[str, str | None] = {
+PARSERS: dict[str, type[ToolParser]] = {
+    "glm45": tagged_calls.Glm45,
+    "granite": tool_formats.Granite,
+    "hermes": tool_formats.Hermes,
+    "llama3_json": tool_formats.Llama3Json,
+    "llama4_pythonic": tool_formats.Llama4Pythonic,
+    "minimax_m2": tagged_calls.MiniMaxM2,
+    "mistral": tool_formats.Mistral,
+    "openai": tagged_calls.Harmony,
+    "phi4_mini_json": tool_formats.Phi4MiniJson,
+    "pythonic": tool_formats.Pythonic,
+    "qwen3_coder": tagged_calls.Qwen3Coder,
+}
+# What only templates of a format have in them, the most telling ones first.
+_TAUGHT_BY: dict[str, str] = {
     "[TOOL_CALLS]": "mistral",
-    "<function=": None,
-    "<arg_key>": None,
+    "<|channel|>": "openai",
+    "<minimax:tool_call>": "minimax_m2",
+    "<function=": "qwen3_coder",
+    "<arg_key>": "glm45",
+    "<|start_of_role|>": "granite",
     "<tool_call>": "hermes",
     "functools": "phi4_mini_json",
     "<|tool_call|>": "phi4_mini_json",
     "<|tool|>": "phi4_mini_json",
+    "tool_code": "pythonic",
     "[func_name1(": "llama4_pythonic",
     '{"name": function name, "parameters": ': "llama3_json",
     "<|python_tag|>": "llama3_json",
@@ -39,7 +56,7 @@ def forced_schema(tools: list[dict[str, Any]], choice: str, *, parallel: bool = 
     `choice` is `required`, for one or more calls of any of OpenAI's `tools`, or the name of one. Unless
     `parallel`, there is only one.
     """
-    schemas = {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
+    schemas = schemas_of(tools)
     if choice != "required":
         if choice not in schemas:
             raise InvalidRequest.at("tool_choice", f"there is no tool {one_line(choice)}")
@@ -59,6 +76,11 @@ def forced_schema(tools: list[dict[str, Any]], choice: str, *, parallel: bool = 
         "items": {"anyOf": [_call_schema(name, root) for name, root in roots.items()]},
         "$defs": moved,
     }
+
+
+def schemas_of(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of the arguments of OpenAI's tools, by name."""
+    return {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:

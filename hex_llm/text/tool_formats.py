@@ -3,7 +3,7 @@
 Whatever way a text is cut into pieces, the result is the same. So what was told is never taken back: a call
 is told once its name and the beginning of its arguments are known, and what is no call up to there is
 content. If its arguments break later, or the text ends, the call has what came of them, as OpenAI's have.
-Not known here: which tools there are.
+Of the tools, only the schemas of their arguments are known, to the formats that do not tell types.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import secrets
 import string
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from hex_llm.sampling_params import is_unicode
@@ -59,10 +60,12 @@ class ToolParser:
     first = ""  # the character that opens calls where it is the first of the text
     opens_anywhere = False  # the same character, also behind other text, if that does not end within JSON
 
-    def __init__(self) -> None:
+    def __init__(self, schemas: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """`schemas`: of the arguments of each tool."""
+        self.schemas = schemas
         self._stream = Stream()
         self._reading = self._read()
-        self._is_marked = False  # what is read now
+        self._mark = ""  # of what is read now
         self._num_calls = 0
         self._call_is_last = False  # of what was told
         self._told_last = ""  # the last characters of content, but for white space
@@ -133,6 +136,15 @@ class ToolParser:
             self._stream.take(1)
             yield from one()
 
+    def word(self, end: str, letters: re.Pattern[str]) -> Reading[str]:
+        """Some letters, before an end that has none of them first."""
+        read: list[str] = []
+        yield from self._stream.run(letters, read.append)
+        if not read:
+            raise Malformed
+        yield from self._stream.expect(end)
+        return "".join(read)
+
     def call(self) -> Reading[None]:
         """A JSON object with a name and arguments, in any order. Behind a mark, the name is enough."""
         name: str | None = None
@@ -161,7 +173,7 @@ class ToolParser:
             self._stream.take(1)
         yield from self._stream.expect("}")
         if not told:
-            if name is None or (arguments is None and not self._is_marked):
+            if name is None or (arguments is None and not self._mark):
                 raise Malformed
             self.begin(name)(arguments or "{}")
         self.settle()
@@ -209,7 +221,7 @@ class ToolParser:
             self._content += self._space
 
     def _try_calls(self, mark: str) -> Reading[None]:
-        self._is_marked = bool(mark)
+        self._mark = mark
         self._stream.seen = [mark]
         with contextlib.suppress(Malformed):
             yield from self.calls()
@@ -244,8 +256,8 @@ class Llama3Json(ToolParser):
 class Llama4Pythonic(ToolParser):
     """[get_weather(city="Paris", days=3), now()] at the beginning or behind a mark."""
 
-    marks = ("<|python_start|>",)
-    closing_marks = ("<|python_end|>",)
+    marks: tuple[str, ...] = ("<|python_start|>",)
+    closing_marks: tuple[str, ...] = ("<|python_end|>",)
     first = "["
 
     def calls(self) -> Reading[None]:
@@ -303,6 +315,19 @@ class Llama4Pythonic(ToolParser):
                 give(self._stream.take(1))
 
 
+class Pythonic(Llama4Pythonic):
+    """The same without special tokens, as Gemma 3 is told to write it; in a fence of code or without."""
+
+    marks = ("```tool_code",)
+    closing_marks = ()
+
+    def calls(self) -> Reading[None]:
+        yield from super().calls()
+        if self._mark and (yield from self._stream.solid()) == "`":
+            yield from self._stream.expect("```")
+            self.settle()
+
+
 class Hermes(ToolParser):
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, repeated, with text around it."""
 
@@ -315,6 +340,13 @@ class Phi4MiniJson(ToolParser):
 
     marks = ("functools", "<|tool_call|>")
     closing_marks = ("<|/tool_call|>",)
+
+
+class Granite(ToolParser):
+    """<|tool_call|>[{"name": ..., "arguments": {...}}, ...]; 3.1 writes the mark as Hermes does."""
+
+    marks = ("<|tool_call|>", "<tool_call>")
+    closing_marks = ("</tool_call>",)
 
 
 class Mistral(ToolParser):
@@ -374,12 +406,3 @@ def _python_value(node: ast.expr | None) -> Any:
         case ast.Name(name) if name in _JSON_WORDS:
             return _JSON_WORDS[name]
     raise ValueError
-
-
-PARSERS: dict[str, type[ToolParser]] = {
-    "hermes": Hermes,
-    "llama3_json": Llama3Json,
-    "llama4_pythonic": Llama4Pythonic,
-    "mistral": Mistral,
-    "phi4_mini_json": Phi4MiniJson,
-}

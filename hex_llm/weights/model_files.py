@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,10 @@ from hex_llm.weights.checkpoint import Checkpoint
 from hex_llm.weights.gguf import GGUFFile, gguf_tokenizer, open_gguf
 from hex_llm.weights.safetensors import open_safetensors
 
+log = logging.getLogger(__name__)
+
 MAX_CONFIG_BYTES = 4 << 20
+TEXT_HEAD = "language_model.lm_head.weight"
 # Of generation_config.json: its names, and ours.
 SAMPLED = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
     "max_new_tokens": "max_tokens"
@@ -31,7 +35,7 @@ class ModelFiles:
     path: Path
 
 
-def open_model(path: Path, *, trust_remote_code: bool = False, config_only: bool = False) -> ModelFiles:
+def open_model(path: Path, *, config_only: bool = False) -> ModelFiles:
     """Reads configs and headers only; nothing in the folder is ever executed."""
     if is_gguf(path):
         file = open_gguf(path)
@@ -39,19 +43,28 @@ def open_model(path: Path, *, trust_remote_code: bool = False, config_only: bool
             file.config, None if config_only else file.checkpoint, partial(_of_gguf, file), path
         )
     config = read_config(path)
-    if "auto_map" in config and not trust_remote_code:
-        raise ModelError(
-            "config.json wants its own code to be run (auto_map); hex_llm never runs code from a model: "
-            "pass --trust_remote_code to use the built-in architecture instead"
-        )
+    if "auto_map" in config:
+        log.info("the model asks for code of its own (auto_map): the built-in architecture is used instead")
     checkpoint: Checkpoint | None = None if config_only else open_safetensors(path)
     # Models for embeddings are saved without a head, and without the name of what a head stands on.
     if checkpoint is not None and "embed_tokens.weight" in checkpoint:
         checkpoint = {f"model.{name}": tensor for name, tensor in checkpoint.items()}
+    if checkpoint is not None and isinstance(text := config.get("text_config"), dict):
+        checkpoint = {_named_of_old(name): tensor for name, tensor in checkpoint.items()}
+        # Of these, configs do not tell it well.
+        config["text_config"] = {**text, "tie_word_embeddings": TEXT_HEAD not in checkpoint}
     match config.get("architectures"):
         case [str(name)] if name.endswith("Model"):
             config |= {"architectures": [f"{name[:-5]}ForCausalLM"], "tie_word_embeddings": True}
     return ModelFiles(config, checkpoint, partial(open_tokenizer, path), path)
+
+
+def _named_of_old(name: str) -> str:
+    """The text half of a model with vision was a whole model once, with a head of its own."""
+    if name == "lm_head.weight":
+        return TEXT_HEAD
+    inner = name.removeprefix("model.language_model.")
+    return name if inner == name else f"language_model.model.{inner}"
 
 
 def open_tokenizer(path: Path, mode: str = "auto") -> Tokenizer:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,10 +33,12 @@ def dequantized(checkpoint: Checkpoint, quantization: Quantization) -> Checkpoin
     """The checkpoint with a QuantizedTensor `name.weight` for each quantized module; the tensors that these
     are made of stay in sight too. ModelError: tensors are missing or do not fit each other."""
     tensors = {name: tensor for name, tensor in checkpoint.items() if isinstance(tensor, SafeTensor)}
-    matrices = {
-        module.name + ".weight": _built(module, quantization)
-        for module in (_Module(name.rpartition(".")[0], tensors) for name in tensors if _marks(tensors[name]))
-    }
+    modules = (_Module(name.rpartition(".")[0], tensors) for name in tensors if _marks(tensors[name]))
+    matrices = (
+        dict(_experts_of_mxfp4(tensors))
+        if quantization.method == "mxfp4"
+        else {module.name + ".weight": _built(module, quantization) for module in modules}
+    )
     if not matrices:
         raise ModelError(f"config.json says that weights are quantized by {quantization.method}, but none is")
     for name, tensor in tensors.items():
@@ -288,6 +290,26 @@ def _state(module: _Module) -> dict[str, Any]:
         return {**state, "nested_blocksize": sizes[3], "nested_offset": float(state.get("nested_offset", 0))}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{tensor.name!r:.120} makes no sense: download the model again") from error
+
+
+def _experts_of_mxfp4(tensors: Mapping[str, SafeTensor]) -> Iterator[tuple[str, QuantizedTensor]]:
+    """One by one, of gpt-oss's experts.name_blocks [E, N, K/32, 16] and experts.name_scales [E, N, K/32]."""
+    for name, blocks in tensors.items():
+        if not name.endswith("_blocks"):
+            continue
+        base = name.removesuffix("_blocks")
+        module, _, part = base.rpartition(".")
+        scales = _Module(module, tensors).part(part + "_scales")
+        if len(blocks.shape) != 4 or blocks.dtype != "U8" or scales.shape[:1] != blocks.shape[:1]:
+            raise ModelError(f"{blocks.name!r:.120} is not of MXFP4 experts: download the model again")
+        for i in range(blocks.shape[0]):
+            yield f"{module}.{i}.{part}.weight", mxfp4(base, _nth(blocks, i), _nth(scales, i))
+
+
+def _nth(tensor: SafeTensor, i: int) -> SafeTensor:
+    """Of bytes."""
+    shape = tensor.shape[1:]
+    return replace(tensor, shape=shape, offset=tensor.offset + i * math.prod(shape))
 
 
 def mxfp4(name: str, blocks: SafeTensor, scales: SafeTensor) -> QuantizedTensor:

@@ -15,7 +15,13 @@ KV_HEADS, HEAD_DIM = 2, 16
 
 
 def dense(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, mask: Mask, softcap: float | None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    position: int,
+    mask: Mask,
+    softcap: float | None,
+    sinks: np.ndarray | None,
 ) -> np.ndarray:
     """One query [K, G, H] at `position` over its sequence's keys and values [L, K, H]."""
     places = np.arange(len(k))
@@ -27,8 +33,10 @@ def dense(
     scores = np.einsum("kgh,ckh->kgc", q, k) * HEAD_DIM**-0.5
     if softcap is not None:
         scores = np.tanh(scores / softcap) * softcap
-    weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
-    return np.einsum("kgc,ckh->kgh", weights / weights.sum(-1, keepdims=True), v)
+    peak = scores.max(-1, keepdims=True)
+    weights = np.where(seen, np.exp(scores - peak), 0)
+    sunk = 0 if sinks is None else np.exp(sinks[..., None] - peak)
+    return np.einsum("kgc,ckh->kgh", weights / (weights.sum(-1, keepdims=True) + sunk), v)
 
 
 needs_compiler = pytest.mark.skipif(cpu.panel_width() is None, reason="there is no C++ compiler")
@@ -51,13 +59,13 @@ every_one = pytest.mark.parametrize(
 @pytest.mark.parametrize("block_size", [8, pytest.param(32, marks=pytest.mark.slow), 512])
 @pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
-    ("mask", "softcap"),
+    ("mask", "softcap", "has_sinks"),
     [
-        (Mask(), None),
-        (Mask(window=5), None),
-        (Mask(window=300), 2.0),
-        (Mask(attention_chunk=7), None),
-        (Mask(), 1.5),
+        (Mask(), None, False),
+        (Mask(window=5), None, True),
+        (Mask(window=300), 2.0, False),
+        (Mask(attention_chunk=7), None, False),
+        (Mask(), 1.5, True),
     ],
 )
 def test_ragged_batch(
@@ -67,6 +75,7 @@ def test_ragged_batch(
     group: int,
     mask: Mask,
     softcap: float | None,
+    has_sinks: bool,
 ) -> None:
     """Decodes and prefill chunks of very different lengths, some after a cached prefix, with padding; chunks
     told apart, or every token by itself."""
@@ -106,9 +115,11 @@ def test_ragged_batch(
         k[row], v[row] = keys[i][p], values[i][p]
     attend = jax.jit(paged_attention, static_argnames="options")
     options = Options(mask, HEAD_DIM**-0.5, softcap)
-    out, pages_out = attend(jnp.array(q), jnp.array(k), jnp.array(v), jnp.array(pages), batch, options)
+    sinks = rng.standard_normal((KV_HEADS, group), dtype=np.float32) * 2 if has_sinks else None
+    arrays = (jnp.array(array) for array in (q, k, v, pages))
+    out, pages_out = attend(*arrays, batch, options=options, sinks=sinks)
     for row, (i, p) in enumerate(rows):
-        expected = dense(q[row], keys[i], values[i], p, mask, softcap)
+        expected = dense(q[row], keys[i], values[i], p, mask, softcap, sinks)
         np.testing.assert_allclose(out[row], expected, atol=2e-6, err_msg=f"sequence {i} position {p}")
         stored = np.asarray(pages_out)[tables[i, p // block_size], p % block_size]
         np.testing.assert_array_equal(stored, np.stack([keys[i][p], values[i][p]], axis=1))

@@ -14,6 +14,7 @@ import pytest
 from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_kernel, tpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Tiling
+from hex_llm.models.decoder import ACTIVATIONS
 from tests.kernels.lowering import lowered_for_gpus
 
 SMALL = (Tiling(16, 16, 16, 2, 1, 4, 2), Tiling(16, 32, 16, 3, 2, 4, 2))
@@ -39,35 +40,48 @@ def arguments(spread: Sequence[Sequence[int]], dtype: Any, width: int = 72, inpu
     return [x, chosen, scores, normal(5, 2, width, inputs), normal(5, inputs, width)]
 
 
-def run(fused_moe: RoutedExperts, given: Sequence[Any], scale_input: bool = False) -> np.ndarray:
+PLAIN = ExpertOptions(jax.nn.silu, scale_input=False)
+SCALED = ExpertOptions(jax.nn.silu, scale_input=True)
+LIMITED = ExpertOptions(jax.nn.silu, scale_input=False, limit=0.7)
+
+
+def biases(options: ExpertOptions, width: int = 72) -> jax.Array | None:
+    """With a limit, which only models have that also have biases."""
+    return None if options.limit is None else jnp.linspace(-1, 1, 5 * 2 * width).reshape(5, 2, width)
+
+
+def run(fused_moe: RoutedExperts, given: Sequence[Any], options: ExpertOptions = PLAIN) -> np.ndarray:
     """Compiled in haste: what interprets kernels is long, and is run once."""
-    function = partial(fused_moe, options=ExpertOptions(jax.nn.silu, scale_input))
+    function = partial(fused_moe, options=options, gate_up_bias=biases(options))
     hasty = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     with jax.default_matmul_precision("highest"):
         out = jax.jit(function).lower(*given).compile(compiler_options=hasty)(*given)
     return np.asarray(out.astype(jnp.float32))
 
 
-def expected(given: Sequence[Any], scale_input: bool) -> np.ndarray:
+def expected(given: Sequence[Any], options: ExpertOptions = PLAIN) -> np.ndarray:
     """Token by token, in float64."""
+    bias, (_, scale_input, limit) = biases(options), options
     x, chosen, scores, gate_up, down = (np.asarray(jnp.asarray(a, jnp.float32), np.float64) for a in given)
     out = np.zeros(x.shape)
     for t, of_token in enumerate(chosen.astype(int)):
         for j, expert in enumerate(of_token):
             inputs = x[t] * scores[t, j] if scale_input else x[t]
-            gate, up = gate_up[expert] @ inputs
+            gate, up = gate_up[expert] @ inputs + (0 if bias is None else np.asarray(bias[expert]))
+            if limit is not None:
+                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit) + 1
             expert_out = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
             out[t] += expert_out if scale_input else expert_out * scores[t, j]
     return out
 
 
-def in_panels(x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, options: ExpertOptions) -> jax.Array:
+def in_panels(x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, **others: Any) -> jax.Array:
     """The CPU's form, which wants other weights."""
     width = cpu.panel_width()
     assert width is not None
     ups = tuple(cpu.to_panels(weight.swapaxes(0, 1), 2, width, turned=True) for weight in gate_up)
     downs = tuple(cpu.to_panels(weight, 1, width) for weight in down)
-    return cpu_experts.fused_moe(x, chosen, scores, ups, downs, options)
+    return cpu_experts.fused_moe(x, chosen, scores, ups, downs, **others)
 
 
 @pytest.fixture(autouse=True)
@@ -86,15 +100,15 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("scale_input", [False, True])
+@pytest.mark.parametrize("options", [LIMITED, SCALED], ids=["with biases and a limit", "scaled inputs"])
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_visit_the_experts_that_they_chose(form: str, spread: str, scale_input: bool) -> None:
+def test_tokens_visit_the_experts_that_they_chose(form: str, spread: str, options: ExpertOptions) -> None:
     if form == "cpu" and jax.default_backend() != "cpu":
         pytest.skip("a kernel for CPUs")
     given = arguments(SPREADS[spread], jnp.float32)
-    out = run(FORMS[form], given, scale_input)
-    np.testing.assert_allclose(out, expected(given, scale_input), atol=3e-6)
+    out = run(FORMS[form], given, options)
+    np.testing.assert_allclose(out, expected(given, options), atol=3e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 300])
@@ -103,7 +117,7 @@ def test_bfloat16_on_gpus(num_tokens: int) -> None:
     rng = np.random.default_rng(1)
     spread = [tuple(rng.permutation(5)[:2]) for _ in range(num_tokens)]
     given = arguments(spread, jnp.bfloat16, width=136, inputs=152)
-    exact = expected(given, scale_input=False)
+    exact = expected(given)
     error = np.linalg.norm(run(gpu_experts.fused_moe, given) - exact) / np.linalg.norm(exact)
     assert error < 4e-3  # what goes on and what comes out are rounded once each
 
@@ -144,18 +158,18 @@ def test_what_the_kernel_is_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "dtype", "activation"),
+    ("num_tokens", "dtype", "options"),
     [
-        (1, jnp.bfloat16, jax.nn.silu),
-        (40, jnp.float32, partial(jax.nn.gelu, approximate=True)),
-        (300, jnp.bfloat16, jax.nn.silu),
+        (1, jnp.bfloat16, PLAIN),
+        (40, jnp.float32, ExpertOptions(partial(jax.nn.gelu, approximate=True), scale_input=False)),
+        (300, jnp.bfloat16, ExpertOptions(ACTIVATIONS["quick_gelu"], scale_input=False, limit=7.0)),
     ],
 )
-def test_lowers_for_gpus(num_tokens: int, dtype: Any, activation: Any, monkeypatch: Any) -> None:
+def test_lowers_for_gpus(num_tokens: int, dtype: Any, options: ExpertOptions, monkeypatch: Any) -> None:
     """As far as that goes without a GPU: to Triton's own language."""
     if jax.default_backend() != "cpu":
         pytest.skip("it runs here")
     monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
     given = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype)
-    function = partial(gpu_experts.fused_moe, options=ExpertOptions(activation, False))
+    function = partial(gpu_experts.fused_moe, options=options, gate_up_bias=biases(options))
     assert lowered_for_gpus(function, *given).count("triton") >= 2

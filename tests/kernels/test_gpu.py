@@ -71,12 +71,16 @@ def run(attend: Any, arguments: tuple[Any, ...], **options: Any) -> tuple[jax.Ar
     return lowered.compile(compiler_options=hasty)(*arguments)
 
 
-def check(arguments: tuple[Any, ...], mask: Mask, softcap: float | None = None) -> None:
-    options = Options(mask, arguments[0].shape[-1] ** -0.5, softcap)
-    out, pages = run(gpu.paged_attention, arguments, options=options)
+def check(
+    arguments: tuple[Any, ...], mask: Mask, softcap: float | None = None, *, has_sinks: bool = False
+) -> None:
+    q = arguments[0]
+    options = Options(mask, q.shape[-1] ** -0.5, softcap)
+    sinks = jnp.linspace(-3, 4, q[0, ..., 0].size).reshape(q.shape[1:3]) if has_sinks else None
+    out, pages = run(gpu.paged_attention, arguments, options=options, sinks=sinks)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arguments)
     with jax.default_matmul_precision("highest"):
-        expected, stored = run(reference.paged_attention, exact, options=options)
+        expected, stored = run(reference.paged_attention, exact, options=options, sinks=sinks)
     np.testing.assert_array_equal(pages[1:].astype(jnp.float32), stored[1:])
     real = np.asarray(arguments[4].kv_slots) > 0
     tolerance = {"atol": 2e-6} if out.dtype == jnp.float32 else {"atol": 2e-2, "rtol": 2e-2}
@@ -99,8 +103,9 @@ def test_decodes_and_prefills(
     mask: Mask, softcap: float | None, group: int, head_dim: int, block_size: int, dtype: Any
 ) -> None:
     sizes = {"group": group, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
-    check(ragged(DECODES, CHUNKS, kv_heads=3 if group == 3 else 1, **sizes), mask, softcap)
-    check(ragged(DECODES, CHUNKS[1:], max_chunks=0, **sizes), mask, softcap)  # every token by itself
+    kind = {"mask": mask, "softcap": softcap, "has_sinks": group in (1, 3, 7)}
+    check(ragged(DECODES, CHUNKS, kv_heads=3 if group == 3 else 1, **sizes), **kind)
+    check(ragged(DECODES, CHUNKS[1:], max_chunks=0, **sizes), **kind)  # every token by itself
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,9 @@ def test_decodes_and_prefills(
     [([3000, 0, 700], [], jnp.float32), ([3000, 0, 700], [(1500, 9), (20, 3)], jnp.bfloat16)],
 )
 def test_several_splits(decodes: list[int], chunks: list[tuple[int, int]], dtype: Any) -> None:
-    check(ragged(decodes, chunks, dtype=dtype, num_padding=2 * len(chunks)), Mask(window=1400))
+    check(
+        ragged(decodes, chunks, dtype=dtype, num_padding=2 * len(chunks)), Mask(window=1400), has_sinks=True
+    )
 
 
 def test_large_heads() -> None:
@@ -187,6 +194,7 @@ def test_lowers_for_gpus(dtype: Any, softcap: float | None, monkeypatch: pytest.
     arguments = ragged(DECODES, CHUNKS, dtype=dtype, group=3, head_dim=96, num_padding=2)
 
     def attend(*arguments: Any) -> Any:
-        return gpu.paged_attention(*arguments, Options(Mask(window=70), 0.1, softcap))
+        sinks = None if softcap is None else jnp.zeros((1, 3))
+        return gpu.paged_attention(*arguments, Options(Mask(window=70), 0.1, softcap), sinks)
 
     assert lowered_for_gpus(attend, *arguments).count("triton") >= 3  # the write, decodes, prefills

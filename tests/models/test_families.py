@@ -57,6 +57,18 @@ SPLIT_SELDOM = [
     "mistral-v0.3-head-dim",
     "mixtral-8x22b",
     "qwen2-untied",
+    "qwen3",
+    "gemma3-1b",
+    "gemma3-27b-vision",
+    "phi4-mini",
+    "smollm3",
+    "mistral-small-3.1",
+    "ministral3",
+    "granite3",
+    "olmo3",
+    "glm4.5",
+    "minimax-m2",
+    "qwen3-moe",
 ]
 # They show nothing that others do not show together.
 RARE = {
@@ -69,6 +81,19 @@ RARE = {
     "phi3-mini-128k-short",
     "phi3-medium-128k",
     "phi4",
+    "llama4-maverick",
+    "qwen3-biases-window",
+    "qwen3-moe-dense-between",
+    "phi4-mini-long",
+    "smollm3-window",
+    "ministral",
+    "ministral3-vision",
+    "granite3-biases",
+    "olmo2",
+    "olmo3-yarn",
+    "gpt-oss-odd",
+    "glm4.5-groups",
+    "minimax-m2-odd",
 }
 
 

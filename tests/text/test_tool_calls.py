@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,13 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hex_llm.errors import InvalidRequest
-from hex_llm.text.tool_calls import ForcedCall, ForcedCalls, forced_schema, parser_name_for
-from hex_llm.text.tool_formats import PARSERS, ToolParser
+from hex_llm.text.tool_calls import PARSERS, ForcedCall, ForcedCalls, forced_schema, parser_name_for
+from hex_llm.text.tool_formats import ToolParser
 from tests.text.grammars import Setting
 
 Calls = list[tuple[str, str]]
+SCHEMAS = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "run": {"properties": {"code": {"type": "string"}, "more": {"type": "object"}}},
+}
 MAKERS: dict[str, Callable[[], ToolParser]] = {
-    **PARSERS,
+    **{name: partial(parser, SCHEMAS) for name, parser in PARSERS.items()},
     "ForcedCalls": ForcedCalls,
     "ForcedCall": lambda: ForcedCall("f"),
 }
@@ -55,6 +60,34 @@ def as_json(call: tuple[str, str], key: str = "arguments") -> str:
 
 def parameters(call: tuple[str, str]) -> str:
     return as_json(call, "parameters")
+
+
+# Arguments as they stand between tags.
+ITEMS = {
+    "get_weather": {"city": "Paris", "days": "3"},
+    "run": {"code": json.loads(ODD[1])["code"], "more": '{"x": [1, -2.5e3, [], {}, null, true]}'},
+    "now": {},
+}
+
+
+def of_coder(name: str) -> str:
+    items = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in ITEMS[name].items())
+    return f"<function={name}>\n{items}</function>"
+
+
+def of_minimax(name: str) -> str:
+    items = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in ITEMS[name].items())
+    return f'<invoke name="{name}">\n{items}</invoke>'
+
+
+def of_glm(name: str) -> str:
+    items = ITEMS[name].items()
+    lines = (f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in items)
+    return f"<tool_call>{name}\n{''.join(lines)}</tool_call>"
+
+
+def of_harmony(call: tuple[str, str]) -> str:
+    return f"<|channel|>commentary to=functions.{call[0]}<|message|>{call[1]}<|call|>"
 
 
 # What a model writes, the content, and the calls in it.
@@ -115,6 +148,51 @@ WRITTEN: dict[str, list[tuple[str, str, Calls]]] = {
         (f"<|tool_call|>{as_json(WEATHER)}<|/tool_call|>", "", [WEATHER]),
         ("import functools\n", "import functools\n", []),
         ("functools[]", "functools[]", []),
+    ],
+    "qwen3_coder": [
+        (f"<tool_call>\n{of_coder('get_weather')}\n</tool_call>", "", [WEATHER]),
+        (
+            f"Hm.\n<tool_call>\n{of_coder('run')}\n</tool_call>\n<tool_call>{of_coder('now')}</tool_call>",
+            "Hm.",
+            [ODD, NOW],
+        ),
+        (f"{of_coder('now')}\n{of_coder('get_weather')}</tool_call> So.", " So.", [NOW, WEATHER]),
+        ("<function=f><parameter=a>\n\n x\n\n</parameter></function>", "", [("f", r'{"a": "\n x\n"}')]),
+        ("<function=f><parameter=a>True</parameter></function>", "", [("f", '{"a": true}')]),
+        ("see <function>", "see <function>", []),
+    ],
+    "minimax_m2": [
+        (f"<minimax:tool_call>\n{of_minimax('get_weather')}\n</minimax:tool_call>", "", [WEATHER]),
+        (
+            f"Hm.\n<minimax:tool_call>\n{of_minimax('run')}\n{of_minimax('now')}\n</minimax:tool_call>\n",
+            "Hm.",
+            [ODD, NOW],
+        ),
+        ("<minimax:tool_call>no", "<minimax:tool_call>no", []),
+    ],
+    "glm45": [
+        (of_glm("get_weather"), "", [WEATHER]),
+        (f"Wait.\n{of_glm('run')}\n{of_glm('now')}", "Wait.", [ODD, NOW]),
+        ("<tool_call>now</tool_call> So.", " So.", [NOW]),
+        ("<tool_call>f<arg_key>a</arg_key><arg_value>b,</arg_value></tool_call>", "", [("f", '{"a": "b,"}')]),
+        ("2 < 3 <arg_key>", "2 < 3 <arg_key>", []),
+    ],
+    "granite": [
+        (f"<|tool_call|>[{as_json(WEATHER)}, {as_json(NOW)}]", "", [WEATHER, NOW]),
+        (f"<tool_call>{as_json(ODD)}</tool_call>", "", [ODD]),
+        (f"Well. <|tool_call|> {as_json(NOW)}", "Well.", [NOW]),
+        ("<|tool_call|>[]", "<|tool_call|>[]", []),
+    ],
+    "openai": [
+        (of_harmony(WEATHER), "", [WEATHER]),
+        (f"Let me see.{of_harmony(ODD)}", "Let me see.", [ODD]),
+        (f"{of_harmony(NOW)}{of_harmony(WEATHER)}", "", [NOW, WEATHER]),
+        (of_harmony(("f", "no")), of_harmony(("f", "no")), []),
+    ],
+    "pythonic": [
+        ('[get_weather(city="Paris", days=3), now()]', "", [WEATHER, NOW]),
+        ("Sure:\n```tool_code\n[now()]\n```\n", "Sure:", [NOW]),
+        ("```tool_code\nprint(1)\n```", "```tool_code\nprint(1)\n```", []),
     ],
     "ForcedCalls": [
         (f"[{parameters(WEATHER)}, {parameters(ODD)}]", "", [WEATHER, ODD]),
@@ -214,6 +292,15 @@ BROKEN_EARLY = [
     ("mistral", "[TOOL_CALLS]f[ARGS]none"),
     ("mistral", '[TOOL_CALLS]{"a": 1}'),
     ("phi4_mini_json", 'functools[{"name": "f", "arguments": {]'),
+    ("qwen3_coder", "<tool_call>\n<function=>\n</function>"),
+    ("qwen3_coder", "<function=f>\n<parameters>"),
+    ("qwen3_coder", '<tool_call>{"name": "now"}</tool_call>'),
+    ("glm45", '<tool_call>{"name": "now"}</tool_call>'),
+    ("glm45", "<tool_call>f<arg_key></arg_key>"),
+    ("glm45", "<tool_call>f <arg_key>a</arg_key>1"),
+    ("minimax_m2", '<invoke name="f"><parameter="a">'),
+    ("openai", "<|channel|>commentary to=functions.<|message|>{}"),
+    ("openai", "<|channel|>commentary to=functions.f<|message|>[1]"),
     ("llama4_pythonic", "[f(1)]"),
     ("llama4_pythonic", "[f(a=1)(b=2)]"[:6]),
     ("llama4_pythonic", "[f(a=__import__('os'))]"),
@@ -237,6 +324,13 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
 def test_a_call_that_breaks_later_has_what_came_of_it(end: str, content: str, told: str) -> None:
     text = f'<tool_call>{{"name": "f", "arguments": {{"a": [1, 2{end}'
     assert read(PARSERS["hermes"](), text) == (content, [("f", f'{{"a": [1, 2{told}')])
+
+
+def test_so_has_one_between_tags() -> None:
+    text = "<function=f><parameter=a>1</parameter> no"
+    assert read(MAKERS["qwen3_coder"](), text) == ("no", [("f", '{"a": 1')])
+    text = "<function=run><parameter=code>a</param"
+    assert read(MAKERS["qwen3_coder"](), text) == ("", [("run", '{"code": "a</param')])
 
 
 MENDED = {
@@ -293,6 +387,11 @@ def test_nothing_is_too_deep(name: str, text: str) -> None:
         ("mistral", "[TOOL_CALLS]x"),
         ("mistral", "[TOOL_CALLS][["),
         ("phi4_mini_json", "functools["),
+        ("qwen3_coder", "<function=f><parameter=a>"),
+        ("qwen3_coder", "<function=run><parameter=code>\n"),
+        ("qwen3_coder", "</parameter"),
+        ("glm45", "<tool_call>f<arg_key>a"),
+        ("openai", "<|channel|>commentary to=functions.f<|message|>"),
         ("llama4_pythonic", "<|python_start|>[f("),
         ("llama4_pythonic", "<|python_start|>[f(a='"),
         ("llama4_pythonic", "[f(a="),
@@ -318,6 +417,9 @@ def test_the_time_is_linear(name: str, unit: str) -> None:
 
 PARTS = [
     "<tool_call>", "</tool_call>", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "[TOOL_CALLS]",
+    "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", '<invoke name="', '<parameter name="', '">', "</invoke>", "<minimax:tool_call>", "<", ">",
+    "<|channel|>commentary to=functions.", "<|message|>", "<|call|>", "```", "```tool_code",
     "[ARGS]", "[CALL_ID]", "functools", "<|tool_call|>", "<|/tool_call|>", "{", "}", "[", "]", "(", ")", '"',
     "'", "\\", "\\u00e9", "\\ud83d", ",", ":", ";", "=", " ", "\n", "\t", '{"name": ', '"arguments": ',
     '"parameters": ', "null", "True", "-1.5e7", "f", "é", "日本", "🎉", "\x00", "\x85", "\u2028",
@@ -369,6 +471,12 @@ def test_any_cut_gives_the_same_at_length(name: str) -> None:
 # ---- templates
 
 TEMPLATES = {
+    "glm45": "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>",
+    "granite": "{{- '<|start_of_role|>assistant<|end_of_role|>' }}",
+    "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}",
+    "openai": """{{- "<|start|>assistant<|channel|>commentary to=functions." }}""",
+    "pythonic": "You may write ```tool_code [func_name1(params_name1=params_value1)]",
+    "qwen3_coder": "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>",
     "hermes": 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>,',
     "llama3_json": """{{- 'Respond in the format {"name": function name, "parameters": dictionary of ' }}""",
     "llama4_pythonic": "Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]",
@@ -383,7 +491,7 @@ def test_templates_tell_their_format(name: str) -> None:
     assert name in PARSERS
 
 
-@pytest.mark.parametrize("template", [None, "", "{{ messages }}", "<tool_call>\n<function=example>\n"])
+@pytest.mark.parametrize("template", [None, "", "{{ messages }}", "<start_of_turn>user"])
 def test_other_templates_tell_none(template: str | None) -> None:
     assert parser_name_for(template) is None
 

@@ -15,6 +15,13 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 WRITERS = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
+ARCHES = {
+    "mixtral": "llama",
+    "mistral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "minimax_m2": "minimax-m2",
+}
 K_QUANTS = (Q.Q4_K, Q.Q5_K, Q.Q6_K)
 
 
@@ -60,11 +67,15 @@ def random_model(architecture: str, **changes: Any) -> Any:
         **changes,
     }
     torch.manual_seed(0)
-    config = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")(**values)
+    kind = architecture.removesuffix("ForCausalLM")
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**values)
     model = getattr(transformers, architecture)(config).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn_like(weight) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer))
     return model
 
 
@@ -72,7 +83,7 @@ def convert(
     model: Any, path: Path, *, kind: Q = Q.F32, keys: dict[str, Any] | None = None, extra: Any = ()
 ) -> Path:
     """What llama.cpp makes of `model`; vectors stay F32. `keys` come on top, or take away with None."""
-    arch = {"mixtral": "llama", "mistral": "llama"}.get(model.config.model_type, model.config.model_type)
+    arch = ARCHES.get(model.config.model_type, model.config.model_type)
     all_keys = {**standard_keys(arch, model.config), **(keys or {})}
     tensors = {}
     for name, data in tensors_of(arch, model).items():
@@ -84,6 +95,7 @@ def convert(
 def standard_keys(arch: str, config: Any) -> dict[str, Any]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     tokens = [f"t{i}" for i in range(config.vocab_size)]
+    ropes = config.rope_parameters
     keys = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -92,9 +104,15 @@ def standard_keys(arch: str, config: Any) -> dict[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "attention.key_length": head_dim if arch.startswith("gemma") else None,
-        "rope.dimension_count": head_dim,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "attention.key_length": None if arch in ("llama", "phi3", "qwen2") else head_dim,
+        "attention.sliding_window": config.sliding_window if arch == "gemma3" else None,
+        "rope.dimension_count": int(head_dim * ropes.get("partial_rotary_factor", 1)),
+        "rope.freq_base": float(ropes.get("full_attention", ropes)["rope_theta"]),
+        "embedding_scale": getattr(config, "embedding_multiplier", None),
+        "attention.scale": getattr(config, "attention_multiplier", None),
+        "residual_scale": getattr(config, "residual_multiplier", None),
+        "logit_scale": getattr(config, "logits_scaling", None),
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
         "expert_count": getattr(config, "num_local_experts", None),
         "expert_used_count": getattr(config, "num_experts_per_tok", None),
     }
@@ -129,11 +147,14 @@ def tensors_of(arch: str, model: Any) -> dict[str, np.ndarray]:
                 part = "down" if suffix == "down_proj" else {"g": "gate", "u": "up"}[short]
                 found[f"blk.{layer}.ffn_{part}_exps.weight"] = half
             continue
-        stem = stem.replace(".mlp.gate", ".block_sparse_moe.gate") if stem.endswith("mlp.gate") else stem
-        if arch == "llama" and stem.endswith(("q_proj", "k_proj")):
+        if name.endswith("e_score_correction_bias"):
+            found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = data
+            continue
+        if arch in ("llama", "granite", "smollm3") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         if arch.startswith("gemma") and stem.endswith("norm"):
             data = data + 1
-        found[f"{names.get_name(stem)}.{suffix}"] = data
+        moe = stem.replace(".mlp.gate", ".block_sparse_moe.gate") if stem.endswith("mlp.gate") else stem
+        found[f"{names.get_name(stem) or names.get_name(moe)}.{suffix}"] = data
     return found

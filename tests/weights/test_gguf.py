@@ -6,6 +6,8 @@ import os
 import random
 import struct
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ModelError
+from hex_llm.models.families import model_spec
+from hex_llm.models.params import abstract_weights, declared
 from hex_llm.weights.gguf import GGUFFile, gguf_tokenizer, open_gguf
 from hex_llm.weights.gguf_blocks import BLOCKS
 from hex_llm.weights.gguf_reader import FORMATS
 from hex_llm.weights.grouped import Form, form_of
+from hex_llm.weights.model_files import open_model
 from hex_llm.weights.source import fetch
 from tests.weights.gguf_files import convert, encode, random_model, write
 from tests.weights.grouped import assert_parts_give_the_same
@@ -60,12 +65,13 @@ def judge(path: Path, config: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray
     return transformers.AutoConfig.for_model(**found["config"]), weights
 
 
-def assert_same_config(ours: dict[str, Any], theirs: Any, *, but: tuple[str, ...] = ()) -> None:
+def assert_same_config(ours: dict[str, Any], theirs: Any, *, but: Sequence[str] = ()) -> None:
     for name, value in ours.items():
         if name in ("architectures", "rope_scaling", "hidden_activation", *but) or not hasattr(theirs, name):
             continue
         assert getattr(theirs, name) == value, name
-    assert theirs.rope_parameters["rope_theta"] == pytest.approx(ours["rope_theta"])
+    ropes = theirs.rope_parameters
+    assert ropes.get("full_attention", ropes)["rope_theta"] == pytest.approx(ours["rope_theta"])
 
 
 def test_every_tensor_of_the_default_model(default_model: Path) -> None:
@@ -121,6 +127,8 @@ def test_the_default_model_is_read_in_time(default_model: Path) -> None:
         ("Qwen2ForCausalLM", Q.Q5_1, {}),
         ("Gemma2ForCausalLM", Q.Q8_0, {**GEMMA, "tie_word_embeddings": True}),
         ("Phi3ForCausalLM", Q.Q5_0, PHI3),
+        ("Qwen3ForCausalLM", Q.Q8_0, {"head_dim": 16, "tie_word_embeddings": True}),
+        ("Gemma3ForCausalLM", Q.F32, {**GEMMA, "tie_word_embeddings": True, "sliding_window": 9}),
     ],
 )
 def test_as_transformers_reads_it(
@@ -130,7 +138,11 @@ def test_as_transformers_reads_it(
     file = open_gguf(path)
     config, weights = judge(path, file.config)
     assert file.config["architectures"] == [architecture]
-    assert_same_config(file.config, config, but=("sliding_window", "original_max_position_embeddings"))
+    but = ["sliding_window", "original_max_position_embeddings"]
+    but += {"Qwen3ForCausalLM": ["head_dim"], "Gemma3ForCausalLM": ["query_pre_attn_scalar"]}.get(
+        architecture, []
+    )
+    assert_same_config(file.config, config, but=but)
     for name, tensor in file.checkpoint.items():
         np.testing.assert_array_equal(whole(tensor), weights[name], err_msg=name)
     assert set(weights) == set(file.checkpoint)
@@ -143,6 +155,38 @@ def test_gemma_as_it_was_before_conversion(tmp_path: Path) -> None:
     assert (file.config["head_dim"], file.config["tie_word_embeddings"]) == (32, True)
     for name, tensor in file.checkpoint.items():
         np.testing.assert_allclose(whole(tensor), model.state_dict()[name], atol=1e-6, err_msg=name)
+
+
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("GraniteForCausalLM", dict(zip(MULTIPLIERS, (12.0, 0.5, 0.25, 8.0), strict=True))),
+        ("SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
+        ("Olmo2ForCausalLM", {}),
+        ("Qwen3MoeForCausalLM", {**MOE, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16}),
+        ("MiniMaxM2ForCausalLM", {**MOE, "rotary_dim": 8, "head_dim": 16}),
+    ],
+)
+def test_it_is_served_as_before_conversion(architecture: str, changes: Any, tmp_path: Path) -> None:
+    """The same parameters and the same model, of what transformers saves and of the file."""
+    model = random_model(architecture, **changes)
+    if architecture == "Qwen3MoeForCausalLM":
+        model.config.norm_topk_prob = True
+    model.save_pretrained(tmp_path)
+    saved, file = open_model(tmp_path), open_gguf(convert(model, tmp_path / "m.gguf"))
+    spec, expected = model_spec(file.config), model_spec(saved.config)
+    assert replace(spec, dtype="", norm_eps=expected.norm_eps) == replace(expected, dtype="")
+    assert saved.checkpoint is not None
+    for param in declared(abstract_weights(spec)):
+        for piece in param.pieces:
+            theirs = whole(saved.checkpoint[piece.name])
+            np.testing.assert_allclose(
+                whole(file.checkpoint[piece.name]), theirs, atol=1e-6, err_msg=piece.name
+            )
 
 
 def test_mixtral_has_one_tensor_per_expert(tmp_path: Path) -> None:
@@ -380,7 +424,7 @@ def test_what_is_not_a_file(tmp_path: Path) -> None:
 
 def test_models_that_we_do_not_take(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", "falcon", {}, {"token_embd.weight": (np.zeros((4, 32)), Q.F32)})
-    assert "llama, qwen2, gemma, gemma2, phi3" in refusal(path)
+    assert "llama, qwen2, qwen3, qwen3moe, gemma" in refusal(path)
     model = random_model("LlamaForCausalLM")
     assert "gguf-split" in refusal(convert(model, path, keys={"split.count": 3}))
     assert "attn_q_norm" in refusal(convert(model, path, extra={"blk.0.attn_q_norm.weight": np.zeros(8)}))

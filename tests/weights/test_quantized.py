@@ -274,7 +274,7 @@ for _ in range(900):
     DEEP = [DEEP]
 REFUSED: list[tuple[Any, str]] = [
     ({"quant_method": "aqlm"}, "quant_method='aqlm' is not supported; supported are awq, gptq"),
-    ({"quant_method": "mxfp4"}, "quant_method='mxfp4' is not supported"),
+    ({"quant_method": "hqq"}, "quant_method='hqq' is not supported"),
     ({"quant_method": DEEP}, "quant_method="),
     ({"bits": 4}, "quant_method=None"),
     (DEEP, "quantization_config must be an object"),

@@ -7,6 +7,7 @@ tell reasoning, content and calls of tools apart, in a whole text as in one that
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,11 +39,20 @@ from hex_llm.server.openai.replies import (
 )
 from hex_llm.server.openai.schemas import BatchChatRequest, ChatRequest
 from hex_llm.text.chat import encode_chat
-from hex_llm.text.reasoning import ReasoningParser, may_reason, reasoning_parser
+from hex_llm.text.reasoning import ReasoningParser, format_name_for, may_reason, reasoning_parser
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.text.tool_calls import ForcedCall, ForcedCalls, forced_schema, parser_name_for
-from hex_llm.text.tool_formats import PARSERS, CallDelta, ToolParser
+from hex_llm.text.tool_calls import (
+    PARSERS,
+    ForcedCall,
+    ForcedCalls,
+    forced_schema,
+    parser_name_for,
+    schemas_of,
+)
+from hex_llm.text.tool_formats import CallDelta, ToolParser
 from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
+
+log = logging.getLogger(__name__)
 
 # What chat_template_kwargs may not hold: fields of the request say it.
 RESERVED = frozenset(
@@ -63,11 +73,22 @@ def check_parsers(config: ServerConfig) -> None:
         raise ConfigError(
             f"--tool_call_parser={shown(str(name))}: must be none or one of {', '.join(PARSERS)}"
         )
-    if config.reasoning_parser is not None:
+    if config.reasoning_parser not in (None, "none"):
         try:
             reasoning_parser(config.reasoning_parser)
         except ConfigError as error:
             raise ConfigError(f"--reasoning_parser={error}") from None
+
+
+def tell_unknown_formats(config: ServerConfig, template: str) -> None:
+    """Says at the start that the template has nothing of a format that a flag names."""
+    named = {
+        "tool_call_parser": (config.tool_call_parser, parser_name_for(template)),
+        "reasoning_parser": (config.reasoning_parser, format_name_for(template)),
+    }
+    for flag, (name, taught) in named.items():
+        if name not in (None, "none") and taught is None:
+            log.warning("--%s=%s, but the chat template tells the model of no such format", flag, name)
 
 
 async def chat_reply(backend: Backend, request: Request, body: ChatRequest, config: ServerConfig) -> Response:
@@ -128,6 +149,8 @@ async def chat_batch(backend: Backend, request: BatchChatRequest, config: Server
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     """Raises ConfigError for a parser that is not known."""
     check_parsers(config)
+    if backend.tokenizer is not None and backend.tokenizer.chat_template:
+        tell_unknown_formats(config, backend.tokenizer.chat_template)
     router = APIRouter(prefix="/v1", route_class=BodyRoute)
 
     @router.post("/chat/completions")
@@ -237,14 +260,24 @@ def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_
     if params.structured_outputs is not None and tool_choice == "auto":
         new_tool_parser = None  # the structure leaves no room for calls
     params = _for_calls(request, params, tool_choice, new_tool_parser)
-    # An output of a given structure has no room for reasoning.
-    reasons = config.reasoning_parser if params.structured_outputs is None else None
-    if reasons is not None and not may_reason(reasons, request.chat_template_kwargs):
-        reasons = None
-    new_reasoning_parser = None if reasons is None else lambda: reasoning_parser(reasons)
     any_length = only_prompt or params.truncate_prompt_tokens is not None
-    ids = _encode(tokenizer, request, tool_choice, None if any_length else backend.max_len)
+    text, ids = _encode(tokenizer, request, tool_choice, None if any_length else backend.max_len)
+    # An output of a given structure has no room for reasoning.
+    is_free = params.structured_outputs is None
+    new_reasoning_parser = _reasoning_parser(request, config, tokenizer, text) if is_free else None
+    if new_reasoning_parser is not None and new_reasoning_parser().needs_special_tokens:
+        params = replace(params, skip_special_tokens=False)
     return PreparedChat(request, tokenizer, ids, params, new_tool_parser, new_reasoning_parser)
+
+
+def _reasoning_parser(
+    request: ChatRequest, config: ServerConfig, tokenizer: Tokenizer, prompt: str
+) -> Callable[[], ReasoningParser] | None:
+    named = config.reasoning_parser
+    name = named or format_name_for(request.chat_template or tokenizer.chat_template)
+    if name in (None, "none") or not may_reason(str(name), request.chat_template_kwargs, prompt):
+        return None
+    return partial(reasoning_parser, str(name), prompt[-100:], by_prompt=named is None)
 
 
 def _tool_parser(
@@ -266,7 +299,7 @@ def _tool_parser(
             "the model's chat template knows no calls; force them by tool_choice, or name their "
             "format with --tool_call_parser",
         )
-    return PARSERS[str(name)]
+    return partial(PARSERS[str(name)], schemas_of([tool.plain() for tool in request.tools]))
 
 
 def _for_calls(
@@ -285,14 +318,16 @@ def _for_calls(
     return replace(params, structured_outputs=StructuredOutputs(json=json.dumps(schema)))
 
 
-def _encode(tokenizer: Tokenizer, request: ChatRequest, tool_choice: str, max_len: int | None) -> list[int]:
+def _encode(
+    tokenizer: Tokenizer, request: ChatRequest, tool_choice: str, max_len: int | None
+) -> tuple[str, list[int]]:
     kwargs = request.chat_template_kwargs
     for name in RESERVED & kwargs.keys():
         raise InvalidRequest.at("chat_template_kwargs", f"not {name}")
     if request.reasoning_effort is not None:
         kwargs = {"reasoning_effort": request.reasoning_effort, **kwargs}
     try:
-        _, ids = encode_chat(
+        return encode_chat(
             tokenizer,
             [message.plain() for message in request.messages],
             template=request.chat_template,
@@ -309,7 +344,6 @@ def _encode(tokenizer: Tokenizer, request: ChatRequest, tool_choice: str, max_le
         if request.chat_template is None:
             raise
         raise InvalidRequest.at("chat_template", str(error)) from error
-    return ids
 
 
 # ---- from what a model says to a message
