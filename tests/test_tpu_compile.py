@@ -34,13 +34,19 @@ TINY = {
 ROW = Row("tiny", "decode", weights=1e9, pages=1e9, hbm=2e9, clock=1e9, floor_s=1e-3)
 
 
-@pytest.mark.parametrize("name", MODELS)
+NEWER = ("qwen3-0.6b", "qwen3-30b-a3b", "gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEWER)) for name in MODELS]
+)
 def test_a_layer_of_every_model_lowers_with_the_kernel(name: str) -> None:
     options = Namespace(layers=1, layouts="default", dump=None)
     sizes = Sizes(batch=8, context=64, prefill=64, tokens=4096, block_size=32, max_len=4096)
     row = tpu_compile.run_here(f"{name}/decode", sizes, options, can_compile=False)
     assert not row.fault
-    assert "1 calls of the kernel" in row.exchanges
+    num_calls = 0 if name.startswith("gpt-oss") else 1  # whose sinks the kernel does not know
+    assert f"{num_calls} calls of the kernel" in row.exchanges
     assert row.compiled_s is None
     assert "not known" in tpu_compile.line(row)
 

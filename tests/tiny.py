@@ -311,11 +311,6 @@ FAMILIES = [
         "Mistral3ForConditionalGeneration",
         {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
     ),
-    Tiny(
-        "ministral",
-        "MinistralForCausalLM",
-        {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 8},
-    ),
     Tiny("ministral3", "Ministral3ForCausalLM", MINISTRAL3, prompt_len=50),
     Tiny(
         "ministral3-vision",
@@ -357,9 +352,9 @@ FAMILIES = [
     ),
     Tiny("glm4.5", "Glm4MoeForCausalLM", {**GLM, "use_qk_norm": True, "attention_bias": True}),
     Tiny(
-        "glm4.5-groups",
+        "glm4.5-odd",
         "Glm4MoeForCausalLM",
-        {**GLM, **MQA, "n_group": 2, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2},
+        {**GLM, **MQA, "first_k_dense_replace": 2, "norm_topk_prob": False, "n_shared_experts": 2},
     ),
     Tiny("minimax-m2", "MiniMaxM2ForCausalLM", {**MOE, "head_dim": 16, "rotary_dim": 8}),
     Tiny("minimax-m2-odd", "MiniMaxM2ForCausalLM", {**MOE, **MHA, "num_local_experts": 7, "head_dim": 12}),

@@ -59,6 +59,21 @@ LLAMA_4_SCOUT = _config(
     intermediate_size_mlp=16384,
     **_llama_rope(16.0, 1.0, 10485760),
 )
+QWEN3 = {"head_dim": 128, "rope_theta": 1e6, "max_position_embeddings": 40960}
+QWEN3_06B = _config("Qwen3", 28, 1024, 3072, 16, 151936, tie_word_embeddings=True, **QWEN3)
+QWEN3_30B = _config("Qwen3Moe", 48, 2048, 6144, 32, 151936, num_key_value_heads=4, num_experts=128, **QWEN3)
+GEMMA_3_27B = _config(
+    "Gemma3", 62, 5376, 21504, 32, 262208, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168
+)
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+GPT_OSS = {"head_dim": 64, "max_position_embeddings": 131072, "rope_scaling": GPT_OSS_YARN}
+GPT_OSS_20B = _config("GptOss", 24, 2880, 2880, 64, 201088, num_local_experts=32, **GPT_OSS)
+GPT_OSS_120B = _config("GptOss", 36, 2880, 2880, 64, 201088, num_local_experts=128, **GPT_OSS)
 
 
 class Model(NamedTuple):
@@ -87,4 +102,9 @@ MODELS = {
     "mixtral-8x7b": Model(MIXTRAL_8X7B, "v5e:2x4"),
     "llama-4-scout": Model(LLAMA_4_SCOUT, "v5e:4x4"),  # 40 heads over 16 chips: groups of 5 become 2 × 3
     "llama-3.3-70b": Model(LLAMA_70B, "v6e:2x4"),
+    "qwen3-0.6b": Model(QWEN3_06B, "v5e:2x2"),
+    "qwen3-30b-a3b": Model(QWEN3_30B, "v5e:2x4"),
+    "gemma-3-27b": Model(GEMMA_3_27B, "v5e:2x4"),
+    "gpt-oss-20b": Model(GPT_OSS_20B, "v5e:2x2"),
+    "gpt-oss-120b": Model(GPT_OSS_120B, "v6e:2x4"),  # as bfloat16
 }

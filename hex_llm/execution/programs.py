@@ -21,8 +21,8 @@ from hex_llm.execution.batch import StepShape, batch_of, num_choices, parts_of
 from hex_llm.execution.results import CHOICE_SIZE, first_token_ids, pack_choices, pack_tokens
 from hex_llm.execution.sampling import Chosen, Features, adjusted, choose, logprobs_of, no_logprobs, tokens
 from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_blocks
-from hex_llm.kernels.attention import PagedAttention
-from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.kernels.attention import Options, PagedAttention
+from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.models import decoder
 from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
@@ -231,13 +231,12 @@ def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:
     arrays = P(TP, None), heads, kv_heads, kv_heads, PAGES, P()
     specs: dict[str, Any] = {"in_specs": arrays, "out_specs": (heads, PAGES)}
 
-    def split(*args: Any, **_: Any) -> tuple[Any, Any]:
-        *arrays, options, sinks = args
-
+    def split(q: Any, k: Any, v: Any, pages: Any, batch: Any, options: Options) -> tuple[Any, Any]:
         def alone(sinks: Any, *arrays: Any) -> tuple[Any, Any]:
-            return partial(attend, options=options, sinks=sinks)(*arrays)
+            return partial(attend, options=options._replace(sinks=sinks))(*arrays)
 
-        out: tuple[Any, Any] = jax.shard_map(alone, mesh=mesh, check_vma=False, **specs)(sinks, *arrays)
+        local = jax.shard_map(alone, mesh=mesh, check_vma=False, **specs)
+        out: tuple[Any, Any] = local(options.sinks, q, k, v, pages, batch)
         return out
 
     return split
@@ -250,12 +249,11 @@ def split_by_width(fused_moe: RoutedExperts, mesh: Mesh) -> RoutedExperts:
     bias, *widths = P(None, None, TP), P(None, None, TP, None), P(None, None, TP)
     specs: dict[str, Any] = {"in_specs": (bias, P(), P(), P(), *widths), "out_specs": P()}
 
-    def split(*args: Any, **_: Any) -> Any:
-        *arrays, options, bias = args
-
+    def split(x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, options: ExpertOptions) -> Any:
         def summed(bias: Any, *arrays: Any) -> Any:
-            return jax.lax.psum(partial(fused_moe, options=options, gate_up_bias=bias)(*arrays), TP)
+            return jax.lax.psum(partial(fused_moe, options=options._replace(bias=bias))(*arrays), TP)
 
-        return jax.shard_map(summed, mesh=mesh, check_vma=False, **specs)(bias, *arrays)
+        local = jax.shard_map(summed, mesh=mesh, check_vma=False, **specs)
+        return local(options.bias, x, chosen, scores, gate_up, down)
 
     return split

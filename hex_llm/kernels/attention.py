@@ -30,6 +30,7 @@ class Options(NamedTuple):
     mask: Mask
     scale: float  # of the scores
     softcap: float | None
+    sinks: Array | None = None  # [K, G]: a score beside those of the keys, with a value of 0
 
 
 def first_key(position: Array, mask: Mask) -> Array:
@@ -70,7 +71,6 @@ class PagedAttention(Protocol):
         pages: Array,  # [N, block, K, 2, H]
         batch: Batch,
         options: Options,
-        sinks: Array | None = None,  # [K, G]: a score beside those of the keys, whose value is 0
     ) -> tuple[Array, Array]:
         """Attention out [T, K, G, H], and the pages."""
         ...

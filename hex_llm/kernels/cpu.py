@@ -113,24 +113,17 @@ def to_panels(weight: jax.Array, num_output_axes: int, width: int, turned: bool 
 
 
 def paged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pages: jax.Array,
-    batch: Batch,
-    options: Options,
-    sinks: jax.Array | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, batch: Batch, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """See kernels.attention.PagedAttention."""
     pages = write_kv(k, v, pages, batch.kv_slots)
-    sinks = jnp.full(q.shape[1:3], -jnp.inf) if sinks is None else sinks
     out = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))(
         q,
         pages,
         batch.tables,
         batch.positions,
         batch.rows,
-        sinks,
+        jnp.full(q.shape[1:3], -jnp.inf) if options.sinks is None else options.sinks,
         scale=np.float32(options.scale),
         softcap=np.float32(options.softcap or 0),
         window=np.int64(options.mask.window or 0),

@@ -22,10 +22,8 @@ def fused_moe(
     gate_up: tuple[Panels, ...],
     down: tuple[Panels, ...],
     options: ExpertOptions,
-    gate_up_bias: Array | None = None,
 ) -> Array:
     """See kernels.experts.RoutedExperts; each expert's matrices are in panels of their own."""
-    scale_input = options.scale_input
     num_tokens, per_token = chosen.shape
     num_pairs = chosen.size
     # No expert has more rows than there are tokens.
@@ -35,7 +33,7 @@ def fused_moe(
     scale = scores.reshape(-1, 1)
 
     def gated(expert: int, inputs: Array) -> Array:
-        bias = None if gate_up_bias is None else gate_up_bias[expert].T
+        bias = None if options.bias is None else options.bias[expert].T
         if options.limit is None:
             return gate_up[expert].gated(inputs, options.activation, bias)
         both = gate_up[expert].matmul(inputs)  # [T, F, 2]
@@ -47,7 +45,7 @@ def fused_moe(
         block = lax.dynamic_slice_in_dim(pairs, first, num_rows)
         # A single token is the same in every block: without a barrier XLA would run all experts beforehand.
         inputs, _ = lax.optimization_barrier((x[block // per_token], i))
-        if scale_input:
+        if options.scale_input:
             inputs = inputs * scale[block]
         outputs = down[expert].matmul(gated(expert, inputs))
         return lax.dynamic_update_slice_in_dim(expert_out, outputs, first, 0)
@@ -60,4 +58,4 @@ def fused_moe(
         expert_out = lax.fori_loop(0, num_blocks, partial(run_expert, expert, start), expert_out)
         start = ends[expert]
     expert_out = expert_out[jnp.argsort(order)]
-    return combined(expert_out if scale_input else expert_out * scale, num_tokens)
+    return combined(expert_out if options.scale_input else expert_out * scale, num_tokens)

@@ -21,6 +21,7 @@ class ExpertOptions(NamedTuple):
     activation: Activation
     scale_input: bool  # scores scale the inputs of experts, not their outputs
     limit: float | None = None  # gates and ups end there, and 1 is added to ups
+    bias: Array | None = None  # [E, 2, F], of gates and ups
 
     def gated(self, gate: Array, up: Array) -> Array:
         """What goes on to an expert's second matrix."""
@@ -40,7 +41,6 @@ class RoutedExperts(Protocol):
         gate_up: Any,  # [E, 2, F, D]
         down: Any,  # [E, D, F]
         options: ExpertOptions,
-        gate_up_bias: Array | None = None,  # [E, 2, F]
     ) -> Array:
         """[T, D]"""
         ...
@@ -54,25 +54,18 @@ def by_expert(chosen: Array, num_experts: int) -> tuple[Array, Array]:
 
 
 def dense(
-    x: Array,
-    chosen: Array,
-    scores: Array,
-    gate_up: Array,
-    down: Array,
-    options: ExpertOptions,
-    gate_up_bias: Array | None = None,
+    x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array, options: ExpertOptions
 ) -> Array:
     """See RoutedExperts. All experts see all tokens: the oracle, and for what there is no other form."""
-    scale_input = options.scale_input
     rows = jnp.arange(len(x))[:, None]
     spread = jnp.zeros((len(x), len(gate_up)), jnp.float32).at[rows, chosen].set(scores)
     weights = spread.astype(x.dtype).T[:, :, None]  # [E, T, 1]
-    inputs = x * weights if scale_input else jnp.broadcast_to(x, (len(gate_up), *x.shape))
+    inputs = x * weights if options.scale_input else jnp.broadcast_to(x, (len(gate_up), *x.shape))
     hidden = jnp.einsum("etd,ecfd->cetf", inputs, gate_up)
-    if gate_up_bias is not None:
-        hidden += gate_up_bias.swapaxes(0, 1)[:, :, None]
+    if options.bias is not None:
+        hidden += options.bias.swapaxes(0, 1)[:, :, None]
     hidden = options.gated(hidden[0], hidden[1])
-    if not scale_input:
+    if not options.scale_input:
         hidden = hidden * weights
     return jnp.einsum("etf,edf->td", hidden, down)
 

@@ -35,12 +35,12 @@ def can_attend(group: int, head_dim: int, dtype: Any) -> bool:
 
 
 def paged_attention(
-    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options, sinks: Array | None = None
+    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
 ) -> tuple[Array, Array]:
     """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
     are exact, and there a row's result does not depend on the others of the batch."""
     pages, semaphores = write_kv(k, v, pages, batch.kv_slots)
-    cache = Cache(pages, batch.tables, semaphores, None if sinks is None else sinks.reshape(-1))
+    cache = Cache(pages, batch.tables, semaphores)
     out = prefill(q, k, v, batch, cache, options) if batch.max_chunks else None
     return decode(q, batch, cache, options, out), pages
 
@@ -65,7 +65,7 @@ def prefill(q: Array, k: Array, v: Array, batch: Batch, cache: Cache, options: O
     starts = row_blocks(chunks, tiling.num_tokens, tiling.num_blocks)
     starts, ends, lasts = starts[:-1], starts[1:], jnp.maximum(starts[1:] - 1, 0)
     first = first_key(batch.positions[jnp.minimum(starts, num_rows - 1)], options.mask)
-    if not cudnn_begins(q, cache.pages, options, cache.sinks is not None):
+    if not cudnn_begins(q, cache.pages, options):
         items = work_items(starts, ends, first, batch.positions[lasts] + 1, tiling)
         return attend(q, batch, items, cache, options, tiling)
     # What is left are the keys before the step; of padding there are none, and it becomes 0.
@@ -79,14 +79,14 @@ def prefill(q: Array, k: Array, v: Array, batch: Batch, cache: Cache, options: O
     return attend(q, batch, items, cache, options, tiling, Begun(out, logs))
 
 
-def cudnn_begins(q: Array, pages: Array, options: Options, has_sinks: bool = False) -> bool:
+def cudnn_begins(q: Array, pages: Array, options: Options) -> bool:
     num_rows, num_kv_heads, group, head_dim = q.shape
     kind = (num_kv_heads, group, head_dim, options.mask.window)
     return (
         num_rows >= MIN_CUDNN_ROWS
         and q.dtype == pages.dtype == jnp.bfloat16
         and options.softcap is None
-        and not has_sinks
+        and options.sinks is None
         and options.mask.attention_chunk is None
         and gpu_cudnn.can_attend(*kind)
     )

@@ -50,11 +50,8 @@ class Product:
 def can_fuse(activation: str, dtype: Any) -> bool:
     """Whether the kernel is for models like this. What it is not for, `experts.dense` does."""
     dtype_fits = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-    return dtype_fits and activation in (
-        "silu",
-        "gelu_tanh",
-        "quick_gelu",
-    )  # Triton has no word for the other gelu
+    # Triton has no word for the other gelu.
+    return dtype_fits and activation in ("silu", "gelu_tanh", "quick_gelu")
 
 
 def fused_moe(
@@ -64,7 +61,6 @@ def fused_moe(
     gate_up: Array,
     down: Array,
     options: ExpertOptions,
-    gate_up_bias: Array | None = None,
     tilings: tuple[Tiling, Tiling] | None = None,
 ) -> Array:
     """See kernels.experts.RoutedExperts. float32 products are exact, and there a row's result does not depend
@@ -74,8 +70,8 @@ def fused_moe(
     num_tokens, per_token = chosen.shape
     pairs = (*by_expert(chosen, num_experts), scores.reshape(-1))
     both = gate_up.reshape(num_experts, 2 * width, num_inputs)
-    bias = None if gate_up_bias is None else gate_up_bias.reshape(num_experts, 2 * width)
-    first = Product(per_token, options, options.scale_input, tilings[0])
+    bias = None if options.bias is None else options.bias.reshape(num_experts, 2 * width)
+    first = Product(per_token, options._replace(bias=None), options.scale_input, tilings[0])
     hidden = multiply(x, *pairs, both, (chosen.size, width), x.dtype, first, bias)
     second = Product(per_token, None, not options.scale_input, tilings[1])
     splits = tilings[1].splits

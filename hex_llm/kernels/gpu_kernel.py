@@ -52,7 +52,6 @@ class Cache(NamedTuple):
     pages: Array  # [N, block, K, 2, H]
     tables: Array  # [R, B]
     semaphores: Array  # [T, K], see write_kv
-    sinks: Array | None = None  # [K * G]
 
 
 class WorkItem(NamedTuple):
@@ -173,7 +172,9 @@ def attend(
     width, block_size = num_kv_heads * group * head_dim, cache.pages.shape[1]
     flat_q, flat_pages = q.reshape(num_rows, width), cache.pages.reshape(-1, num_kv_heads * 2 * head_dim)
     where = (batch.positions, batch.rows, batch.num_decodes[None], cache.tables)
-    inputs = Inputs(jnp.stack(items), *where, flat_q, flat_pages, cache.sinks)
+    sinks, options = options.sinks, options._replace(sinks=None)  # which is no constant
+    sinks = None if sinks is None else sinks.reshape(-1)
+    inputs = Inputs(jnp.stack(items), *where, flat_q, flat_pages, sinks)
     outputs = Outputs(jax.ShapeDtypeStruct((num_rows, width), q.dtype))
     aliases = {}
     if begun is not None:

@@ -26,19 +26,19 @@ Softmax = tuple[Array, Array, Array]
 
 
 def paged_attention(
-    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options, sinks: Array | None = None
+    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
 ) -> tuple[Array, Array]:
     """See kernels.attention.PagedAttention."""
     pages = write_kv(k, v, pages, batch.kv_slots)
     q = q * options.scale
     if not batch.max_chunks:
-        return _decode(q, batch.positions, pages, batch.tables[batch.rows], options, sinks), pages
+        return _decode(q, batch.positions, pages, batch.tables[batch.rows], options), pages
     num_rows, is_decode = len(batch.tables), jnp.arange(len(q)) < batch.num_decodes
     positions = jnp.where(is_decode, batch.positions, -1)[:num_rows]
-    decoded = _decode(q[:num_rows], positions, pages, batch.tables, options, sinks)
+    decoded = _decode(q[:num_rows], positions, pages, batch.tables, options)
     is_prefilled = ~is_decode & (batch.kv_slots >= pages.shape[1])
     rows = jnp.where(is_prefilled, batch.rows, -1)
-    prefilled = _prefill((q, batch.positions, rows), pages, batch.tables, options, sinks)
+    prefilled = _prefill((q, batch.positions, rows), pages, batch.tables, options)
     decoded = jnp.pad(decoded, [(0, len(q) - num_rows)] + [(0, 0)] * 3)
     return jnp.where(is_decode[:, None, None, None], decoded, prefilled), pages
 
@@ -51,9 +51,7 @@ def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> Array:
     return pages.at[slots // block_size, slots % block_size].set(kv)
 
 
-def _decode(
-    q: Array, positions: Array, pages: Array, tables: Array, options: Options, sinks: Array | None
-) -> Array:
+def _decode(q: Array, positions: Array, pages: Array, tables: Array, options: Options) -> Array:
     """q [R, K, G, H] with a table for each; a position of -1 sees nothing."""
     tables, length = _stretches(tables, pages, DECODE_STRETCH)
 
@@ -67,16 +65,14 @@ def _decode(
         weighted = lambda weights: jnp.einsum("skgc,skch->skgh", weights, seen)  # noqa: E731
         return _accumulate(running, _capped(scores, options.softcap), visible[:, None, None], weighted)
 
-    return _finish(jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q, sinks)), q)
+    return _finish(jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q, options.sinks)), q)
 
 
-def _prefill(
-    tokens: tuple[Array, Array, Array], pages: Array, tables: Array, options: Options, sinks: Array | None
-) -> Array:
+def _prefill(tokens: tuple[Array, Array, Array], pages: Array, tables: Array, options: Options) -> Array:
     """tokens: q [T, K, G, H], positions [T], their rows [T] in the tables; -1: none, and it becomes 0."""
     num_rows = len(tables)
     tables, length = _stretches(tables, pages, PREFILL_STRETCH)
-    sinks = None if sinks is None else sinks[:, :, None]
+    sinks = None if options.sinks is None else options.sinks[:, :, None]
 
     def attend(tokens: tuple[Array, Array, Array]) -> Array:
         q, positions, rows = tokens

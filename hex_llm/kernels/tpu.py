@@ -58,7 +58,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def paged_attention(
-    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options, sinks: Array | None = None
+    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
 ) -> tuple[Array, Array]:
     """See kernels.attention.PagedAttention; there are no sinks. Pages are `padded_head_dim` wide, and what
     lies where in a block is not as it says there."""
@@ -68,8 +68,8 @@ def paged_attention(
     apart = num_apart(num_kv_heads, shape[-1])
     pages = pages.reshape(num_blocks * apart, block_size, num_kv_heads // apart, 2, shape[-1])
     pages = _write(k, v, pages, batch.kv_slots)
+    mask, scale, softcap, sinks = options
     assert sinks is None, "the kernel has none"
-    mask, scale, softcap = options
     settings = {"sm_scale": scale, "sliding_window": mask.window, "soft_cap": softcap}
     if batch.max_chunks:
         out = _mixed(q, pages, batch, mask, settings)

@@ -19,18 +19,11 @@ MAX_SIDE = 1024  # of a tile of the weights: with all that is read ahead, half o
 
 
 def fused_moe(
-    x: Array,
-    chosen: Array,
-    scores: Array,
-    gate_up: Array,
-    down: Array,
-    options: ExpertOptions,
-    gate_up_bias: Array | None = None,
+    x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array, options: ExpertOptions
 ) -> Array:
     """See kernels.experts.RoutedExperts."""
     if len(x) <= FEW_TOKENS:
-        return dense(x, chosen, scores, gate_up, down, options, gate_up_bias)
-    scale_input = options.scale_input
+        return dense(x, chosen, scores, gate_up, down, options)
     num_experts, _, width, num_inputs = gate_up.shape
     order, ends = by_expert(chosen, num_experts)
     rows = MAX_ROWS if chosen.size >= MAX_ROWS * num_experts else MIN_ROWS
@@ -44,17 +37,18 @@ def fused_moe(
         return out
 
     inputs = x[pairs // chosen.shape[1]]
-    if scale_input:
+    if options.scale_input:
         inputs *= scores.reshape(-1)[pairs, None].astype(x.dtype)
     both = product(inputs, gate_up.reshape(num_experts, -1, num_inputs))
-    if gate_up_bias is not None:
-        both += gate_up_bias.reshape(num_experts, -1)[chosen.reshape(-1)[pairs]]
+    if options.bias is not None:
+        both += options.bias.reshape(num_experts, -1)[chosen.reshape(-1)[pairs]]
     expert_out = product(options.gated(both[:, :width], both[:, width:]), down)
     places = jnp.argsort(order).reshape(chosen.shape)
     # Choice by choice: rows of several choices would first be brought into another layout.
     out = jnp.zeros(x.shape, jnp.float32)
     for i in range(chosen.shape[1]):
-        out += expert_out[places[:, i]].astype(jnp.float32) * (1 if scale_input else scores[:, i, None])
+        scale = 1 if options.scale_input else scores[:, i, None]
+        out += expert_out[places[:, i]].astype(jnp.float32) * scale
     return out.astype(x.dtype)
 
 

@@ -82,8 +82,8 @@ def block(
 ) -> tuple[jax.Array, jax.Array]:
     """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
     q, k, v = project_qkv(optional_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
-    options = Options(layer.mask, spec.attention_scale, spec.attn_softcap)
-    out, pages = attend(q, *contained(k, v), pages, batch, options, w.sinks)
+    options = Options(layer.mask, spec.attention_scale, spec.attn_softcap, w.sinks)
+    out, pages = attend(q, *contained(k, v), pages, batch, options)
     h = optional_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
     x = x + scaled(h, spec.residual_scale)
     h = feed_forward(optional_norm(x, w.ffn_norm, spec), w.ffn, spec, layer, fused_moe)
@@ -136,9 +136,9 @@ def gated_mlp(x: jax.Array, w: FeedForward, activation: Activation) -> jax.Array
     return linear(w.gate_up.gated(x, activation, w.gate_up_bias), w.down, w.down_bias)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec, fill: float = 1.0) -> jax.Array:
     scale = weight.astype(jnp.float32) + spec.norm_offset
-    return (normalize(x.astype(jnp.float32), spec.norm_eps) * scale).astype(x.dtype)
+    return (normalize(x.astype(jnp.float32), spec.norm_eps, weight.ndim, fill) * scale).astype(x.dtype)
 
 
 def optional_norm(x: jax.Array, weight: jax.Array | None, spec: ModelSpec) -> jax.Array:
@@ -149,14 +149,12 @@ def head_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec) -> jax.Array:
     """Of q [T, K, G, H] or k [T, K, H], over the axes that the weight has: each head, or all together, where
     query heads that only fill up are zeros and do not count."""
     fill = spec.num_heads / (spec.num_stored_heads or spec.num_heads) if weight.ndim == 3 else 1.0
-    scale = weight.astype(jnp.float32) + spec.norm_offset
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide * wide, axis=range(-weight.ndim, 0), keepdims=True) * fill
-    return (wide * jax.lax.rsqrt(mean + spec.norm_eps) * scale).astype(x.dtype)
+    return rms_norm(x, weight, spec, fill)
 
 
-def normalize(x: jax.Array, eps: float) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+def normalize(x: jax.Array, eps: float, num_axes: int = 1, fill: float = 1.0) -> jax.Array:
+    mean = jnp.mean(x * x, axis=range(-num_axes, 0), keepdims=True) * fill
+    return x * jax.lax.rsqrt(mean + eps)
 
 
 def scaled(x: jax.Array, scale: float | None) -> jax.Array:

@@ -21,16 +21,12 @@ GEMMA2_NORMS = NormNames(
 OLMO_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 MIXTRAL_NAMES = CheckpointNames(ffn="block_sparse_moe", expert=("w1", "w3", "w2"))
 # What the configs of the larger ones leave out.
-GEMMA3 = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-}
+GEMMA3_SIZES = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
+GEMMA3_SOFTCAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+GEMMA3 = {"max_position_embeddings": 131072, **GEMMA3_SIZES, **GEMMA3_SOFTCAPS}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 SLIDING, FULL = WINDOWED = ("sliding_attention", "full_attention")
+CHUNKED = ("chunked_attention", FULL)
 
 
 def baseline(c: HFConfig, *, theta: float = 10_000.0, interleaved: bool = False) -> ModelSpec:
@@ -83,32 +79,32 @@ def _activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def _masked(spec: ModelSpec, windows: Iterable[int | None]) -> ModelSpec:
-    pairs = zip(spec.layers, windows, strict=True)
-    return replace(spec, layers=tuple(replace(layer, mask=Mask(window=w)) for layer, w in pairs))
+def _layered(spec: ModelSpec, **columns: Iterable[Any]) -> ModelSpec:
+    """With a value for each layer in the fields that are named."""
+    rows = zip(spec.layers, zip(*columns.values(), strict=True), strict=True)
+    return replace(
+        spec, layers=tuple(replace(layer, **dict(zip(columns, row, strict=True))) for layer, row in rows)
+    )
 
 
-def _everywhere(spec: ModelSpec, window: int | None) -> ModelSpec:
-    return _masked(spec, [window] * len(spec.layers))
+def _everywhere(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    return replace(spec, layers=tuple(replace(layer, **changes) for layer in spec.layers))
 
 
 def _by_kind(spec: ModelSpec, kinds: Iterable[str], window: int | None) -> ModelSpec:
-    return _masked(spec, [window if kind == SLIDING else None for kind in kinds])
+    return _layered(spec, mask=[Mask(window=window if kind == SLIDING else None) for kind in kinds])
 
 
-def _roped_by_kind(
-    spec: ModelSpec, c: HFConfig, kinds: Iterable[str], thetas: Mapping[str, float]
-) -> ModelSpec:
+def _roped_by_kind(spec: ModelSpec, c: HFConfig, kinds: list[str], *thetas: float) -> ModelSpec:
     """With rope fields of each kind's own, as newer configs have them; in older ones, layers with a window
     have no scaling, and `thetas` are what they do not say."""
     ropes = {}
-    for kind, theta in thetas.items():
+    for kind, theta in zip(WINDOWED, thetas, strict=True):
         own: dict[str, Any] = {"rope_parameters": c.section("rope_parameters").section(kind).values}
         if kind == SLIDING:
             own |= {"rope_scaling": None, "rope_theta": None}
         ropes[kind] = rope_from(HFConfig({**c.values, **own}), spec.head_dim, theta)
-    pairs = zip(spec.layers, kinds, strict=True)
-    return replace(spec, layers=tuple(replace(layer, rope=ropes[kind]) for layer, kind in pairs))
+    return _layered(spec, rope=[ropes[kind] for kind in kinds])
 
 
 def _biased(spec: ModelSpec, c: HFConfig, *, default: bool = False) -> ModelSpec:
@@ -116,20 +112,19 @@ def _biased(spec: ModelSpec, c: HFConfig, *, default: bool = False) -> ModelSpec
     return replace(spec, qkv_bias=bias, out_bias=bias)
 
 
-def _sparse(spec: ModelSpec, experts: Experts, which: Iterable[bool]) -> ModelSpec:
-    pairs = zip(spec.layers, which, strict=True)
-    experts = _checked(experts)
-    layers = tuple(replace(layer, experts=experts) if one else layer for layer, one in pairs)
-    return replace(spec, layers=layers)
+def _experts(c: HFConfig, num: int, per_token: int, size: int, **kind: Any) -> Experts:
+    """`num` and `per_token`: where the config does not say them."""
+    names = [name for name in ("num_experts", "n_routed_experts") if c.get(name) is not None]
+    num = c.integer(names[0] if names else "num_local_experts", num)
+    return Experts(num, c.integer("num_experts_per_tok", per_token), size, **kind)
 
 
-def _checked(experts: Experts) -> Experts:
-    (num_groups, num_chosen), num = experts.groups, experts.num
-    if num % num_groups or num_chosen > num_groups or (num_chosen < num_groups and num < 2 * num_groups):
-        raise ModelError(f"config.json: {num_chosen} of {num_groups} groups of {num} experts cannot be had")
-    if experts.num_per_token > num // num_groups * num_chosen:
-        raise ModelError(f"config.json: {experts.num_per_token} experts per token of only {num}")
-    return experts
+def _sparse(spec: ModelSpec, experts: Experts, which: Iterable[bool] | None = None) -> ModelSpec:
+    """`which`: of the layers; None: all."""
+    if experts.num_per_token > experts.num:
+        raise ModelError(f"config.json: {experts.num_per_token} experts per token of only {experts.num}")
+    which = [True] * len(spec.layers) if which is None else which
+    return _layered(spec, experts=[experts if one else None for one in which])
 
 
 def llama(c: HFConfig) -> ModelSpec:
@@ -144,9 +139,7 @@ def smollm3(c: HFConfig) -> ModelSpec:
     roped = _roped(c, len(spec.layers))
     window = c.optional_int("sliding_window") if c.boolean("use_sliding_window") else None
     kinds = c.per_layer("layer_types", WINDOWED, [WINDOWED[r] for r in roped])
-    spec = _by_kind(spec, kinds, window)
-    pairs = zip(spec.layers, roped, strict=True)
-    return replace(spec, layers=tuple(layer if r else replace(layer, rope=None) for layer, r in pairs))
+    return _layered(_by_kind(spec, kinds, window), rope=[spec.layers[0].rope if r else None for r in roped])
 
 
 def _roped(c: HFConfig, num: int) -> list[int]:
@@ -174,7 +167,7 @@ def olmo2(c: HFConfig) -> ModelSpec:
 def olmo3(c: HFConfig) -> ModelSpec:
     spec = olmo2(c)
     kinds = c.per_layer("layer_types", WINDOWED, [WINDOWED[i % 4 == 3] for i in range(len(spec.layers))])
-    spec = _roped_by_kind(spec, c, kinds, dict.fromkeys(WINDOWED, 500_000.0))
+    spec = _roped_by_kind(spec, c, kinds, 500_000.0, 500_000.0)
     return _by_kind(spec, kinds, c.integer("sliding_window", 4096))
 
 
@@ -182,13 +175,7 @@ def mistral(c: HFConfig) -> ModelSpec:
     """Mistral, Mistral Small 3 and Ministral 8B."""
     # An absent window means the first release's; null means none.
     window = c.optional_int("sliding_window") if "sliding_window" in c.values else 4096
-    return _everywhere(baseline(c), window)
-
-
-def ministral(c: HFConfig) -> ModelSpec:
-    spec = mistral(c)
-    kinds = c.per_layer("layer_types", WINDOWED, [SLIDING] * len(spec.layers))
-    return _by_kind(spec, kinds, spec.layers[0].mask.window)
+    return _everywhere(baseline(c), mask=Mask(window=window))
 
 
 def ministral3(c: HFConfig) -> ModelSpec:
@@ -198,36 +185,25 @@ def ministral3(c: HFConfig) -> ModelSpec:
     beta = scaling.optional_float("llama_4_scaling_beta")
     if beta is None:
         return spec
-    temperature = (float(scaling.integer("original_max_position_embeddings")), beta, 0)
-    return replace(spec, layers=tuple(replace(layer, query_temperature=temperature) for layer in spec.layers))
-
-
-def mistral3(c: HFConfig) -> ModelSpec:
-    return ministral3(c) if c.get("model_type") == "ministral3" else mistral(c)
+    original = scaling.integer("original_max_position_embeddings")
+    return _everywhere(spec, query_temperature=(float(original), beta, 0))
 
 
 def mixtral(c: HFConfig) -> ModelSpec:
-    experts = Experts(
-        c.integer("num_local_experts", 8), c.integer("num_experts_per_tok", 2), c.integer("intermediate_size")
-    )
-    spec = _everywhere(baseline(c, theta=1e6), c.optional_int("sliding_window"))
-    return replace(_sparse(spec, experts, [True] * len(spec.layers)), names=MIXTRAL_NAMES)
+    experts = _experts(c, 8, 2, c.integer("intermediate_size"))
+    mask = Mask(window=c.optional_int("sliding_window"))
+    spec = _everywhere(baseline(c, theta=1e6), mask=mask)
+    return replace(_sparse(spec, experts), names=MIXTRAL_NAMES)
 
 
 def minimax_m2(c: HFConfig) -> ModelSpec:
-    c = HFConfig(c.values, {"head_dim": 128})
-    head_dim = c.integer("head_dim")
+    head_dim = c.integer("head_dim", 128)
     share = c.integer("rotary_dim", head_dim) / head_dim
-    spec = baseline(HFConfig(c.values, {"partial_rotary_factor": share}), theta=5e6)
-    experts = Experts(
-        c.integer("num_local_experts", 256),
-        c.integer("num_experts_per_tok", 8),
-        c.integer("intermediate_size"),
-        sigmoid=True,
-        corrected=True,
-    )
+    own = {"head_dim": head_dim, "partial_rotary_factor": share}
+    spec = baseline(HFConfig(c.values, own), theta=5e6)
+    experts = _experts(c, 256, 8, c.integer("intermediate_size"), sigmoid=True, corrected=True)
     names = replace(MIXTRAL_NAMES, correction="e_score_correction_bias")
-    return replace(_sparse(spec, experts, [True] * len(spec.layers)), head_norm="all", names=names)
+    return replace(_sparse(spec, experts), head_norm="all", names=names)
 
 
 def qwen2(c: HFConfig) -> ModelSpec:
@@ -246,14 +222,11 @@ def qwen3(c: HFConfig) -> ModelSpec:
 
 
 def qwen3_moe(c: HFConfig) -> ModelSpec:
-    window = c.optional_int("sliding_window") if c.boolean("use_sliding_window") else None
-    spec = replace(_biased(_everywhere(baseline(c), window), c), head_norm="each")
-    experts = Experts(
-        c.integer("num_experts", c.get("num_local_experts", 128)),
-        c.integer("num_experts_per_tok", 8),
-        c.integer("moe_intermediate_size", 768),
-        normalized=c.boolean("norm_topk_prob"),
-    )
+    spec = replace(_biased(baseline(c), c), head_norm="each")
+    normalized, size = c.boolean("norm_topk_prob"), c.integer("moe_intermediate_size", 768)
+    experts = _experts(c, 128, 8, size, normalized=normalized)
+    if c.boolean("use_sliding_window"):
+        spec = _everywhere(spec, mask=Mask(window=c.optional_int("sliding_window")))
     step, dense = c.integer("decoder_sparse_step", 1), c.ids("mlp_only_layers")
     return _sparse(spec, experts, [i not in dense and (i + 1) % step == 0 for i in range(len(spec.layers))])
 
@@ -261,18 +234,12 @@ def qwen3_moe(c: HFConfig) -> ModelSpec:
 def glm4_moe(c: HFConfig) -> ModelSpec:
     """GLM-4.5, 4.6 and 4.7."""
     c = HFConfig(c.values, {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5})
+    if c.integer("n_group", 1) > 1:
+        raise ModelError("config.json: n_group must be 1")
     spec, size = baseline(c), c.integer("moe_intermediate_size", 1408)
-    experts = Experts(
-        c.integer("n_routed_experts", c.get("num_local_experts", 128)),
-        c.integer("num_experts_per_tok", 8),
-        size,
-        sigmoid=True,
-        normalized=c.boolean("norm_topk_prob", True),
-        scale=c.positive("routed_scaling_factor", 1.0),
-        groups=(c.integer("n_group", 1), c.integer("topk_group", 1)),
-        corrected=True,
-        shared_size=size * c.integer("n_shared_experts", 1),
-    )
+    shared_size, scale = size * c.integer("n_shared_experts", 1), c.positive("routed_scaling_factor", 1.0)
+    kind = {"sigmoid": True, "corrected": True, "normalized": c.boolean("norm_topk_prob", True)}
+    experts = _experts(c, 128, 8, size, shared_size=shared_size, scale=scale, **kind)
     first = c.integer("first_k_dense_replace", 1, low=0)
     return replace(
         _sparse(spec, experts, [i >= first for i in range(len(spec.layers))]),
@@ -288,22 +255,17 @@ def gpt_oss(c: HFConfig) -> ModelSpec:
         raise ModelError("config.json: swiglu_alpha must be 1.702")
     spec = replace(_biased(baseline(c, theta=150_000.0), c, default=True), sinks=True)
     kinds = c.per_layer("layer_types", WINDOWED, [WINDOWED[i % 2] for i in range(len(spec.layers))])
-    experts = Experts(
-        c.integer("num_local_experts", 128),
-        c.integer("num_experts_per_tok", 4),
-        c.integer("intermediate_size"),
-        bias=True,
-        limit=c.positive("swiglu_limit", 7.0),
-    )
+    limit, size = c.positive("swiglu_limit", 7.0), c.integer("intermediate_size")
+    experts = _experts(c, 128, 4, size, bias=True, limit=limit)
     is_packed = c.section("quantization_config").get("quant_method") == "mxfp4"
     names = CheckpointNames(router="router", stacked_experts=not is_packed, interleaved=True)
-    spec = _by_kind(_sparse(spec, experts, [True] * len(kinds)), kinds, c.integer("sliding_window", 128))
+    spec = _by_kind(_sparse(spec, experts), kinds, c.integer("sliding_window", 128))
     return replace(spec, activation="quick_gelu", names=names)
 
 
 def phi3(c: HFConfig) -> ModelSpec:
     """Phi-3 mini and medium, Phi-4, Phi-4-reasoning, Phi-4-mini."""
-    spec = _everywhere(baseline(c), c.optional_int("sliding_window"))
+    spec = _everywhere(baseline(c), mask=Mask(window=c.optional_int("sliding_window")))
     return replace(spec, names=CheckpointNames(fused=True))
 
 
@@ -338,8 +300,7 @@ def gemma3(c: HFConfig) -> ModelSpec:
     num, pattern = c.integer("num_hidden_layers"), c.integer("sliding_window_pattern", 6)
     kinds = c.per_layer("layer_types", WINDOWED, [WINDOWED[(i + 1) % pattern == 0] for i in range(num)])
     spec = gemma2(HFConfig({**c.values, "layer_types": kinds}))
-    thetas = {FULL: 1e6, SLIDING: c.positive("rope_local_base_freq", 10_000.0)}
-    spec = _roped_by_kind(spec, c, kinds, thetas)
+    spec = _roped_by_kind(spec, c, kinds, c.positive("rope_local_base_freq", 10_000.0), 1e6)
     # That is the length with scaling.
     return replace(spec, head_norm="each", max_len=c.integer("max_position_embeddings"))
 
@@ -347,47 +308,25 @@ def gemma3(c: HFConfig) -> ModelSpec:
 def llama4(c: HFConfig) -> ModelSpec:
     """Llama 4 text: most layers chunked with rope, every fourth global without."""
     spec = baseline(HFConfig(c.values, {"head_dim": 128}), theta=500_000.0, interleaved=True)
-    num = len(spec.layers)
+    num, rope, size = len(spec.layers), spec.layers[0].rope, c.integer("intermediate_size")
     roped = _roped(c, num)
-    kinds = c.per_layer(
-        "layer_types",
-        ("chunked_attention", "full_attention"),
-        ["chunked_attention" if r else "full_attention" for r in roped],
-    )
+    kinds = c.per_layer("layer_types", CHUNKED, [CHUNKED[not r] for r in roped])
     step = c.integer("interleave_moe_layer_step", 1)
     sparse = list(range(step - 1, num, step)) if c.get("moe_layers") is None else c.ids("moe_layers")
-    return replace(
-        _biased(spec, c),
-        layers=tuple(_llama4_layer(c, spec, bool(roped[i]), kinds[i], i in sparse) for i in range(num)),
-        names=CheckpointNames(
-            ffn="feed_forward", router="router", shared_expert="shared_expert", stacked_experts=True
-        ),
+    experts = _experts(c, 16, 1, size, sigmoid=True, normalized=False, scale_input=True, shared_size=size)
+    chunk, normed = c.integer("attention_chunk_size", 8192), c.boolean("use_qk_norm", True)
+    tuned = c.boolean("attn_temperature_tuning", True)
+    temperature = (c.positive("floor_scale", 8192), c.number("attn_scale", 0.1), 1) if tuned else None
+    spec = _everywhere(_biased(spec, c), ffn_size=c.integer("intermediate_size_mlp", 16384))
+    spec = _layered(
+        _sparse(spec, experts, [i in sparse for i in range(num)]),
+        rope=[rope if r else None for r in roped],
+        mask=[Mask(attention_chunk=chunk if kind == CHUNKED[0] else None) for kind in kinds],
+        qk_norm=[bool(r) and normed for r in roped],
+        query_temperature=[None if r else temperature for r in roped],
     )
-
-
-def _llama4_layer(c: HFConfig, spec: ModelSpec, roped: bool, kind: str, sparse: bool) -> Layer:
-    size = c.integer("intermediate_size")
-    tuned = not roped and c.boolean("attn_temperature_tuning", True)
-    temperature = (c.positive("floor_scale", 8192), c.number("attn_scale", 0.1), 1)
-    experts = Experts(
-        c.integer("num_local_experts", 16),
-        c.integer("num_experts_per_tok", 1),
-        size,
-        sigmoid=True,
-        normalized=False,
-        scale_input=True,
-        shared_size=size,
-    )
-    return Layer(
-        rope=spec.layers[0].rope if roped else None,
-        mask=Mask(
-            attention_chunk=c.integer("attention_chunk_size", 8192) if kind == "chunked_attention" else None
-        ),
-        ffn_size=c.integer("intermediate_size_mlp", 16384),
-        experts=_checked(experts) if sparse else None,
-        qk_norm=roped and c.boolean("use_qk_norm", True),
-        query_temperature=temperature if tuned else None,
-    )
+    names = CheckpointNames(ffn="feed_forward", router="router", stacked_experts=True)
+    return replace(spec, names=replace(names, shared_expert="shared_expert"))
 
 
 def text_half(family: Callable[[HFConfig], ModelSpec]) -> Callable[[HFConfig], ModelSpec]:
@@ -413,10 +352,11 @@ FAMILIES: dict[str, Callable[[HFConfig], ModelSpec]] = {
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "MiniMaxM2ForCausalLM": minimax_m2,
-    "MinistralForCausalLM": ministral,
     "Ministral3ForCausalLM": ministral3,
     "MistralForCausalLM": mistral,
-    "Mistral3ForConditionalGeneration": text_half(mistral3),
+    "Mistral3ForConditionalGeneration": text_half(
+        lambda c: ministral3(c) if c.get("model_type") == "ministral3" else mistral(c)
+    ),
     "MixtralForCausalLM": mixtral,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,

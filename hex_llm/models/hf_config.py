@@ -23,8 +23,6 @@ LIMITS = {
     "num_local_experts": 256,
     "num_experts": 256,
     "n_routed_experts": 256,
-    "n_shared_experts": 64,
-    "moe_intermediate_size": 1 << 20,
     "num_experts_per_tok": 64,
 }
 MAX_INT = (1 << 31) - 1  # of an index on a device

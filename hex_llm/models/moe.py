@@ -22,21 +22,11 @@ def choose(
     scores = jax.nn.sigmoid(logits) if experts.sigmoid else jax.nn.softmax(logits, axis=-1)
     # Scores that are nearly 1 are told apart by the logits only.
     ranks = logits if correction is None else scores + correction
-    _, chosen = jax.lax.top_k(_of_best_groups(ranks, *experts.groups), experts.num_per_token)
+    _, chosen = jax.lax.top_k(ranks, experts.num_per_token)
     scores = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.normalized:
         scores = scores / (scores.sum(axis=-1, keepdims=True) + 1e-20)
     return chosen, scores * experts.scale
-
-
-def _of_best_groups(ranks: jax.Array, num_groups: int, num_chosen: int) -> jax.Array:
-    """[T, E] with all hidden but those in the best groups, which are known by their best two."""
-    if num_chosen == num_groups:
-        return ranks
-    grouped = ranks.reshape(len(ranks), num_groups, -1)
-    best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(axis=-1), num_chosen)[1]  # [T, chosen]
-    is_best = (best[:, :, None] == jnp.arange(num_groups)).any(axis=1)
-    return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(ranks.shape)
 
 
 def moe(
@@ -48,8 +38,8 @@ def moe(
     logits = linear(x.astype(exact), Dense(w.router.astype(exact)), w.router_bias)
     chosen, scores = choose(logits, experts, w.correction)
     gate_up, down = (_given(matrix, x.dtype) for matrix in (w.gate_up, w.down))
-    options = ExpertOptions(activation, experts.scale_input, experts.limit)
-    out = fused_moe(x, chosen, scores, gate_up, down, options, w.gate_up_bias)
+    options = ExpertOptions(activation, experts.scale_input, experts.limit, w.gate_up_bias)
+    out = fused_moe(x, chosen, scores, gate_up, down, options)
     if w.down_bias is None:
         return out
     # Here, since devices that share an expert's width would each add it.

@@ -36,6 +36,7 @@ from hex_llm.models.spec import CheckpointNames, Layer, ModelSpec
 
 Leaf = Any  # a Param in the abstract tree, a jax.Array in the loaded one
 Index = tuple[slice | int, ...]
+F32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -254,14 +255,12 @@ def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
         down_bias=_whole(prefix + "experts.down_proj_bias", (num, width)) if experts.bias else None,
         router=_whole(f"{prefix}{names.router}.weight", (num, width)),
         router_bias=_whole(f"{prefix}{names.router}.bias", (num,)) if experts.bias else None,
-        correction=_correction(prefix + names.correction, num) if experts.corrected else None,
+        # As exact as it is stored, for it tells experts apart that are nearly alike.
+        correction=replace(_whole(prefix + names.correction, (num,)), dtype=F32)
+        if experts.corrected
+        else None,
         shared=None if shared is None else _dense(spec, f"{prefix}{names.shared_expert}.", shared),
     )
-
-
-def _correction(name: str, num: int) -> Param:
-    """As exact as it is stored, for it tells experts apart that are nearly alike."""
-    return replace(_whole(name, (num,)), dtype=np.dtype(np.float32))
 
 
 Pieces = tuple[Piece, ...]
@@ -274,12 +273,11 @@ def _apart(names: CheckpointNames, prefix: str, num: int, size: int, width: int)
         return Piece(f"{prefix}.{expert}.{names.expert[part]}.weight", shape, shape, (expert, *to))
 
     if names.interleaved:
-        shape, view = (2 * size, width), (size, 2, width)
-        both = (
-            Piece(f"{prefix}.{e}.gate_up_proj.weight", shape, view, (e,), order=(1, 0, 2)) for e in range(num)
-        )
-        return tuple(both), tuple(piece(e, 2, (width, size)) for e in range(num))
-    gate_up = tuple(piece(e, half, (size, width), half) for e in range(num) for half in (0, 1))
+        names_of = [f"{prefix}.{e}.gate_up_proj.weight" for e in range(num)]
+        shape, view, order = (2 * size, width), (size, 2, width), (1, 0, 2)
+        gate_up = tuple(Piece(name, shape, view, (e,), order=order) for e, name in enumerate(names_of))
+    else:
+        gate_up = tuple(piece(e, half, (size, width), half) for e in range(num) for half in (0, 1))
     return gate_up, tuple(piece(e, 2, (width, size)) for e in range(num))
 
 

@@ -42,7 +42,6 @@ class Experts:
     normalized: bool = True  # the scores of a token's experts add up to 1
     scale: float = 1.0  # of scores
     scale_input: bool = False  # Llama 4: scores scale an expert's input, not its output
-    groups: tuple[int, int] = (1, 1)  # so many of neighbours; a token's experts come from so many of them
     corrected: bool = False  # a bias takes part in the choice, but not in the scores
     bias: bool = False  # of the router and of the experts' matrices
     limit: float | None = None  # gpt-oss: gates and ups end there, and 1 is added to ups

@@ -78,7 +78,8 @@ class Stream:
             self.take(1)
 
     def one_of(self, literals: tuple[str, ...]) -> Reading[str]:
-        """Reads one of them, of which none is the beginning of another."""
+        """Reads one of them, of which none is the beginning of another, and white space before it."""
+        yield from self.solid()
         read = ""
         while read not in literals:
             char = yield from self.peek()

@@ -27,26 +27,19 @@ class Tagged(ToolParser):
 
     def calls(self) -> Reading[None]:
         if self._mark != self.name_tags[0]:
-            yield from self._stream.solid()
-            yield from self._stream.expect(self.name_tags[0])
+            yield from self._stream.one_of(self.name_tags[:1])
         name = yield from self.word(self.name_tags[1], NAME)
         give, before = None, "{"
-        while (yield from self._tag()) != self.end:
+        while (yield from self._stream.one_of((self.key_tags[0], self.end))) != self.end:
             key = yield from self.word(self.key_tags[1], _KEY)
             if self.value_tag:
-                yield from self._stream.solid()
-                yield from self._stream.expect(self.value_tag)
+                yield from self._stream.one_of((self.value_tag,))
             give = give or self.begin(name)
             give(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before = ", "
             yield from self._value(give, is_text=self._is_text(name, key))
         (give or self.begin(name))("}" if give else "{}")
         self.settle()
-
-    def _tag(self) -> Reading[str]:
-        """That of another argument, or the end."""
-        yield from self._stream.solid()
-        return (yield from self._stream.one_of((self.key_tags[0], self.end)))
 
     def _is_text(self, name: str, key: str) -> bool:
         properties = (self.schemas.get(name) or {}).get("properties")

@@ -14,10 +14,10 @@ from hex_llm.text.tool_formats import ToolParser
 
 PARSERS: dict[str, type[ToolParser]] = {
     "glm45": tagged_calls.Glm45,
-    "granite": tool_formats.Granite,
+    "granite": tool_formats.Hermes,
     "hermes": tool_formats.Hermes,
     "llama3_json": tool_formats.Llama3Json,
-    "llama4_pythonic": tool_formats.Llama4Pythonic,
+    "llama4_pythonic": tool_formats.Pythonic,
     "minimax_m2": tagged_calls.MiniMaxM2,
     "mistral": tool_formats.Mistral,
     "openai": tagged_calls.Harmony,
@@ -37,7 +37,6 @@ _TAUGHT_BY: dict[str, str] = {
     "functools": "phi4_mini_json",
     "<|tool_call|>": "phi4_mini_json",
     "<|tool|>": "phi4_mini_json",
-    "tool_code": "pythonic",
     "[func_name1(": "llama4_pythonic",
     '{"name": function name, "parameters": ': "llama3_json",
     "<|python_tag|>": "llama3_json",
@@ -56,17 +55,17 @@ def forced_schema(tools: list[dict[str, Any]], choice: str, *, parallel: bool = 
     `choice` is `required`, for one or more calls of any of OpenAI's `tools`, or the name of one. Unless
     `parallel`, there is only one.
     """
-    schemas = schemas_of(tools)
+    found = schemas(tools)
     if choice != "required":
-        if choice not in schemas:
+        if choice not in found:
             raise InvalidRequest.at("tool_choice", f"there is no tool {one_line(choice)}")
-        return schemas[choice]
-    if not schemas:
+        return found[choice]
+    if not found:
         raise InvalidRequest.at("tool_choice", "required, but there are no tools")
     # A reference is from the root of the whole, so each schema must be told where it has gone.
-    roots = {name: f"#/$defs/tool_{i}" for i, name in enumerate(schemas)}
+    roots = {name: f"#/$defs/tool_{i}" for i, name in enumerate(found)}
     try:
-        moved = {f"tool_{i}": _moved(schemas[name], root) for i, (name, root) in enumerate(roots.items())}
+        moved = {f"tool_{i}": _moved(found[name], root) for i, (name, root) in enumerate(roots.items())}
     except RecursionError:
         raise InvalidRequest.at("tools", "the parameters are nested too deeply") from None
     return {
@@ -78,7 +77,7 @@ def forced_schema(tools: list[dict[str, Any]], choice: str, *, parallel: bool = 
     }
 
 
-def schemas_of(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of the arguments of OpenAI's tools, by name."""
     return {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
 

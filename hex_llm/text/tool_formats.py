@@ -253,11 +253,11 @@ class Llama3Json(ToolParser):
         yield from self.several(self.call, ";")
 
 
-class Llama4Pythonic(ToolParser):
+class Pythonic(ToolParser):
     """[get_weather(city="Paris", days=3), now()] at the beginning or behind a mark."""
 
-    marks: tuple[str, ...] = ("<|python_start|>",)
-    closing_marks: tuple[str, ...] = ("<|python_end|>",)
+    marks = ("<|python_start|>",)
+    closing_marks = ("<|python_end|>",)
     first = "["
 
     def calls(self) -> Reading[None]:
@@ -315,23 +315,11 @@ class Llama4Pythonic(ToolParser):
                 give(self._stream.take(1))
 
 
-class Pythonic(Llama4Pythonic):
-    """The same without special tokens, as Gemma 3 is told to write it; in a fence of code or without."""
-
-    marks = ("```tool_code",)
-    closing_marks = ()
-
-    def calls(self) -> Reading[None]:
-        yield from super().calls()
-        if self._mark and (yield from self._stream.solid()) == "`":
-            yield from self._stream.expect("```")
-            self.settle()
-
-
 class Hermes(ToolParser):
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, repeated, with text around it."""
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, repeated, with text around it. Granite's mark
+    is the other, and a list follows it."""
 
-    marks = ("<tool_call>",)
+    marks = ("<tool_call>", "<|tool_call|>")
     closing_marks = ("</tool_call>",)
 
 
@@ -340,13 +328,6 @@ class Phi4MiniJson(ToolParser):
 
     marks = ("functools", "<|tool_call|>")
     closing_marks = ("<|/tool_call|>",)
-
-
-class Granite(ToolParser):
-    """<|tool_call|>[{"name": ..., "arguments": {...}}, ...]; 3.1 writes the mark as Hermes does."""
-
-    marks = ("<|tool_call|>", "<tool_call>")
-    closing_marks = ("</tool_call>",)
 
 
 class Mistral(ToolParser):

@@ -55,7 +55,7 @@ class _Family(NamedTuple):
     model_type: str
     architecture: str
     names: Mapping[str, str]
-    experts: Mapping[str, str] = {}
+    experts: Mapping[str, str] = {}  # beside what chooses them
     interleaved: bool = False  # rotary rows of queries and keys
 
 
@@ -80,36 +80,22 @@ _GEMMA2_NAMES = _NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_QWEN3_NAMES = _NAMES | _HEAD_NORMS
+_QWEN3_MOE_NAMES = _QWEN3_NAMES | {"ffn_gate_inp": "mlp.gate"}
 _MIXTRAL_NAMES = _NAMES | {"ffn_gate_inp": "block_sparse_moe.gate"}
-_MIXTRAL_EXPERTS = {
-    part: f"block_sparse_moe.experts.{{}}.{name}"
-    for part, name in (("ffn_gate", "w1"), ("ffn_down", "w2"), ("ffn_up", "w3"))
-}
-_EXPERTS = {part: f"mlp.experts.{{}}.{part[4:]}_proj" for part in ("ffn_gate", "ffn_down", "ffn_up")}
+_MIXTRAL_EXPERTS = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
+_EXPERTS = {part: part[4:] + "_proj" for part in _MIXTRAL_EXPERTS}
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 _FAMILIES = {
     "llama": _Family("llama", "llama", "LlamaForCausalLM", _NAMES, interleaved=True),
     "qwen2": _Family("qwen2", "qwen2", "Qwen2ForCausalLM", _NAMES),
-    "qwen3": _Family("qwen3", "qwen3", "Qwen3ForCausalLM", _NAMES | _HEAD_NORMS),
-    "qwen3moe": _Family(
-        "qwen3moe",
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        _NAMES | _HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"},
-        _EXPERTS,
-    ),
+    "qwen3": _Family("qwen3", "qwen3", "Qwen3ForCausalLM", _QWEN3_NAMES),
+    "qwen3moe": _Family("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", _QWEN3_MOE_NAMES, _EXPERTS),
     "gemma": _Family("gemma", "gemma", "GemmaForCausalLM", _NAMES),
     "gemma2": _Family("gemma2", "gemma2", "Gemma2ForCausalLM", _GEMMA2_NAMES),
     "gemma3": _Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", _GEMMA2_NAMES | _HEAD_NORMS),
     "granite": _Family("granite", "granite", "GraniteForCausalLM", _NAMES, interleaved=True),
-    "minimax-m2": _Family(
-        "minimax-m2",
-        "minimax_m2",
-        "MiniMaxM2ForCausalLM",
-        _MIXTRAL_NAMES | _HEAD_NORMS | {"exp_probs_b": "block_sparse_moe.e_score_correction_bias"},
-        _MIXTRAL_EXPERTS,
-    ),
     "olmo2": _Family("olmo2", "olmo2", "Olmo2ForCausalLM", _GEMMA2_NAMES | _HEAD_NORMS),
     "phi3": _Family("phi3", "phi3", "Phi3ForCausalLM", _NAMES | {"ffn_up": "mlp.gate_up_proj"}),
     "smollm3": _Family("smollm3", "smollm3", "SmolLM3ForCausalLM", _NAMES, interleaved=True),
@@ -138,10 +124,9 @@ def _renamed(family: _Family, config: Config, tensors: Tensors) -> Iterator[tupl
         prefix = f"model.layers.{layer}." if layer else ""
         if (stacked or expert) and layer and part in family.experts:
             # In files of 2023 the experts are apart already.
+            moe = prefix + family.names["ffn_gate_inp"].removesuffix(".gate")
             for i, one in _unstacked(tensor, config) if stacked else ((expert, tensor),):
-                yield f"{prefix}{family.experts[part].format(i)}.{kind}", one
-        elif part == "exp_probs_b" and part in family.names:
-            yield prefix + family.names[part], tensor
+                yield f"{moe}.experts.{i}.{family.experts[part]}.{kind}", one
         elif part in family.names and not expert and not stacked and len(tensor.shape) <= 2:
             yield f"{prefix}{family.names[part]}.{kind}", _restored(family, part, config, tensor)
         elif name not in _ROPE_TENSORS:
@@ -300,24 +285,23 @@ def _specific(keys: _Keys, model_type: str, config: Config, tensors: Tensors) ->
         case "llama":
             biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
             return {key: name in tensors for key, name in biases.items()}
-        case "mixtral" | "qwen3_moe" | "minimax_m2":
+        case "mixtral" | "qwen3_moe":
             experts, used = keys.positive("expert_count"), keys.positive("expert_used_count")
             if not used <= experts <= 1024:
                 raise ModelError(
                     f"{keys.path}: cannot use {used} of {experts} experts; convert the model again"
                 )
-            return {"num_local_experts": experts, "num_experts_per_tok": used} | _of_experts(keys, config)
+            found = {"num_local_experts": experts, "num_experts_per_tok": used}
+            size = keys.positive("expert_feed_forward_length", config["intermediate_size"])
+            # That scores are normalized goes without saying.
+            return found | {"moe_intermediate_size": size, "norm_topk_prob": True}
         case "gemma" | "gemma2" | "gemma3_text":
             activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
             return activation if model_type == "gemma" else activation | _gemma2(keys, config)
         case "granite":
-            scales = {
-                "embedding_multiplier": "embedding_scale",
-                "attention_multiplier": "attention.scale",
-                "residual_multiplier": "residual_scale",
-                "logits_scaling": "logit_scale",
-            }
-            return {name: keys.number(key, 1.0) for name, key in scales.items()}
+            scales = "embedding_scale", "attention.scale", "residual_scale", "logit_scale"
+            names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+            return {name: keys.number(key, 1.0) for name, key in zip(names, scales, strict=True)}
         case "phi3":
             original = keys.optional("rope.scaling.original_context_length")
             rotated = keys.positive("rope.dimension_count", config["head_dim"])
@@ -328,23 +312,12 @@ def _specific(keys: _Keys, model_type: str, config: Config, tensors: Tensors) ->
     return {}
 
 
-def _of_experts(keys: _Keys, config: Config) -> Config:
-    """The file does not say that scores are normalized; they always are."""
-    size = keys.positive("expert_feed_forward_length", config["intermediate_size"])
-    sizes = {"moe_intermediate_size": size, "norm_topk_prob": True}
-    if keys.arch == "minimax-m2":
-        sizes = {"intermediate_size": size, "rotary_dim": keys.positive("rope.dimension_count")}
-    return sizes
-
-
 def _gemma2(keys: _Keys, config: Config) -> Config:
-    # The file does not say how the queries are scaled: by the head's size, but for the 27B, known by their
-    # layers.
+    # The file does not say how queries are scaled: by 256 or the head, but for the 27B, known by its layers.
     is_27b = config["num_hidden_layers"] in (46, 62)
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else 256
     if keys.arch == "gemma3":
-        window = config["sliding_window"] or 1024
-        return {"query_pre_attn_scalar": scalar if is_27b else config["head_dim"], "sliding_window": window}
+        return {"query_pre_attn_scalar": scalar if is_27b else config["head_dim"]}
     return {
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),

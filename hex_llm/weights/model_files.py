@@ -50,21 +50,14 @@ def open_model(path: Path, *, config_only: bool = False) -> ModelFiles:
     if checkpoint is not None and "embed_tokens.weight" in checkpoint:
         checkpoint = {f"model.{name}": tensor for name, tensor in checkpoint.items()}
     if checkpoint is not None and isinstance(text := config.get("text_config"), dict):
-        checkpoint = {_named_of_old(name): tensor for name, tensor in checkpoint.items()}
-        # Of these, configs do not tell it well.
+        # The text half was a whole model once, with a head of its own; configs tell badly whether it has one.
+        old = {n.replace("model.language_model", "language_model.model", 1): t for n, t in checkpoint.items()}
+        checkpoint = {TEXT_HEAD if n == "lm_head.weight" else n: tensor for n, tensor in old.items()}
         config["text_config"] = {**text, "tie_word_embeddings": TEXT_HEAD not in checkpoint}
     match config.get("architectures"):
         case [str(name)] if name.endswith("Model"):
             config |= {"architectures": [f"{name[:-5]}ForCausalLM"], "tie_word_embeddings": True}
     return ModelFiles(config, checkpoint, partial(open_tokenizer, path), path)
-
-
-def _named_of_old(name: str) -> str:
-    """The text half of a model with vision was a whole model once, with a head of its own."""
-    if name == "lm_head.weight":
-        return TEXT_HEAD
-    inner = name.removeprefix("model.language_model.")
-    return name if inner == name else f"language_model.model.{inner}"
 
 
 def open_tokenizer(path: Path, mode: str = "auto") -> Tokenizer:

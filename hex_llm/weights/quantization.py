@@ -101,10 +101,6 @@ def _fbgemm_fp8(c: HFConfig) -> tuple[Scheme, ...]:
     return (Scheme(8, CHANNEL),)
 
 
-def _mxfp4(c: HFConfig) -> tuple[Scheme, ...]:
-    return (Scheme(4, (1, 32), packed=True),)
-
-
 def _compressed_tensors(c: HFConfig) -> tuple[Scheme, ...]:
     _one_of("quantization_status", c.get("quantization_status", "compressed"), "compressed")
     for key in ("sparsity_config", "transform_config"):
@@ -148,7 +144,7 @@ METHODS: dict[str, Callable[[HFConfig], tuple[Scheme, ...]]] = {
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda c: (Scheme(4, (1, 32), packed=True),),
     "compressed-tensors": _compressed_tensors,
 }
 

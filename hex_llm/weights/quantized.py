@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,8 @@ def dequantized(checkpoint: Checkpoint, quantization: Quantization) -> Checkpoin
     are made of stay in sight too. ModelError: tensors are missing or do not fit each other."""
     tensors = {name: tensor for name, tensor in checkpoint.items() if isinstance(tensor, SafeTensor)}
     modules = (_Module(name.rpartition(".")[0], tensors) for name in tensors if _marks(tensors[name]))
-    matrices = (
-        dict(_experts_of_mxfp4(tensors))
-        if quantization.method == "mxfp4"
-        else {module.name + ".weight": _built(module, quantization) for module in modules}
-    )
+    matrices = {module.name + ".weight": _built(module, quantization) for module in modules}
+    matrices |= _experts_of_mxfp4(tensors)
     if not matrices:
         raise ModelError(f"config.json says that weights are quantized by {quantization.method}, but none is")
     for name, tensor in tensors.items():
@@ -303,13 +300,7 @@ def _experts_of_mxfp4(tensors: Mapping[str, SafeTensor]) -> Iterator[tuple[str, 
         if len(blocks.shape) != 4 or blocks.dtype != "U8" or scales.shape[:1] != blocks.shape[:1]:
             raise ModelError(f"{blocks.name!r:.120} is not of MXFP4 experts: download the model again")
         for i in range(blocks.shape[0]):
-            yield f"{module}.{i}.{part}.weight", mxfp4(base, _nth(blocks, i), _nth(scales, i))
-
-
-def _nth(tensor: SafeTensor, i: int) -> SafeTensor:
-    """Of bytes."""
-    shape = tensor.shape[1:]
-    return replace(tensor, shape=shape, offset=tensor.offset + i * math.prod(shape))
+            yield f"{module}.{i}.{part}.weight", mxfp4(base, blocks.nth(i), scales.nth(i))
 
 
 def mxfp4(name: str, blocks: SafeTensor, scales: SafeTensor) -> QuantizedTensor:

@@ -82,6 +82,11 @@ class SafeTensor:
         assert math.prod(shape) == math.prod(self.shape), f"{self.name}: {self.shape} cannot be {shape}"
         return replace(self, shape=shape)
 
+    def nth(self, i: int) -> SafeTensor:
+        """Of the first axis."""
+        num_bytes = math.prod(self.shape[1:]) * BITS[self.dtype] // 8
+        return replace(self, shape=self.shape[1:], offset=self.offset + i * num_bytes)
+
     def _runs(self, cuts: list[range], itemsize: int) -> tuple[int, Iterator[int]]:
         """How many stretches of the file hold the cuts, all of one length, and where each starts."""
         strides = [itemsize * math.prod(self.shape[axis + 1 :]) for axis in range(len(cuts))]

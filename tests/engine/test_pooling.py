@@ -104,6 +104,22 @@ def test_a_model_without_a_head(tmp_path: Path, hidden: list[Any]) -> None:
     )
 
 
+def test_embedders_and_rerankers_of_qwen3(tmp_path: Path) -> None:
+    [tiny] = [one for one in FAMILIES if one.name == "qwen3"]
+    model = tiny.save(tmp_path)
+    prompts = [tiny.prompt(seed)[seed:] for seed in range(3)]
+    llm = LLM(tmp_path, **FLAGS)
+    lasts = [one[-1] for one in hidden_of(tiny, prompts)]
+    check(embed(llm, prompts), [one / np.linalg.norm(one) for one in lasts])
+    params = pooling_params(Pooling("tokens", token_ids=(7, 9)))
+    for ids, output in zip(
+        prompts, llm.generate(prompt_token_ids=prompts, sampling_params=params), strict=True
+    ):
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[[7, 9]].numpy()
+        np.testing.assert_allclose(np.frombuffer(output.pooled, np.float32), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_embeddings_and_texts_share_steps(folder: Path, hidden: list[Any]) -> None:
     """Generating requests beside them get what they get alone."""
     llm = LLM(folder, **FLAGS)

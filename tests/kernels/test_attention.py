@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 from hex_llm.kernels import cpu, gpu, reference
 from hex_llm.kernels.attention import Batch, Mask, Options, PagedAttention
@@ -113,11 +116,14 @@ def test_ragged_batch(
     v = np.zeros_like(k)
     for row, (i, p) in enumerate(rows):
         k[row], v[row] = keys[i][p], values[i][p]
-    attend = jax.jit(paged_attention, static_argnames="options")
-    options = Options(mask, HEAD_DIM**-0.5, softcap)
+
+    @jax.jit
+    def attend(q: Array, k: Array, v: Array, pages: Array, batch: Batch, sinks: Array | None) -> Any:
+        return paged_attention(q, k, v, pages, batch, Options(mask, HEAD_DIM**-0.5, softcap, sinks))
+
     sinks = rng.standard_normal((KV_HEADS, group), dtype=np.float32) * 2 if has_sinks else None
     arrays = (jnp.array(array) for array in (q, k, v, pages))
-    out, pages_out = attend(*arrays, batch, options=options, sinks=sinks)
+    out, pages_out = attend(*arrays, batch, sinks)
     for row, (i, p) in enumerate(rows):
         expected = dense(q[row], keys[i], values[i], p, mask, softcap, sinks)
         np.testing.assert_allclose(out[row], expected, atol=2e-6, err_msg=f"sequence {i} position {p}")

@@ -52,7 +52,7 @@ def biases(options: ExpertOptions, width: int = 72) -> jax.Array | None:
 
 def run(fused_moe: RoutedExperts, given: Sequence[Any], options: ExpertOptions = PLAIN) -> np.ndarray:
     """Compiled in haste: what interprets kernels is long, and is run once."""
-    function = partial(fused_moe, options=options, gate_up_bias=biases(options))
+    function = partial(fused_moe, options=options._replace(bias=biases(options)))
     hasty = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     with jax.default_matmul_precision("highest"):
         out = jax.jit(function).lower(*given).compile(compiler_options=hasty)(*given)
@@ -61,7 +61,7 @@ def run(fused_moe: RoutedExperts, given: Sequence[Any], options: ExpertOptions =
 
 def expected(given: Sequence[Any], options: ExpertOptions = PLAIN) -> np.ndarray:
     """Token by token, in float64."""
-    bias, (_, scale_input, limit) = biases(options), options
+    bias, (_, scale_input, limit, _) = biases(options), options
     x, chosen, scores, gate_up, down = (np.asarray(jnp.asarray(a, jnp.float32), np.float64) for a in given)
     out = np.zeros(x.shape)
     for t, of_token in enumerate(chosen.astype(int)):
@@ -75,13 +75,13 @@ def expected(given: Sequence[Any], options: ExpertOptions = PLAIN) -> np.ndarray
     return out
 
 
-def in_panels(x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, **others: Any) -> jax.Array:
+def in_panels(x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, options: ExpertOptions) -> jax.Array:
     """The CPU's form, which wants other weights."""
     width = cpu.panel_width()
     assert width is not None
     ups = tuple(cpu.to_panels(weight.swapaxes(0, 1), 2, width, turned=True) for weight in gate_up)
     downs = tuple(cpu.to_panels(weight, 1, width) for weight in down)
-    return cpu_experts.fused_moe(x, chosen, scores, ups, downs, **others)
+    return cpu_experts.fused_moe(x, chosen, scores, ups, downs, options)
 
 
 @pytest.fixture(autouse=True)
@@ -171,5 +171,5 @@ def test_lowers_for_gpus(num_tokens: int, dtype: Any, options: ExpertOptions, mo
         pytest.skip("it runs here")
     monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
     given = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype)
-    function = partial(gpu_experts.fused_moe, options=options, gate_up_bias=biases(options))
+    function = partial(gpu_experts.fused_moe, options=options._replace(bias=biases(options)))
     assert lowered_for_gpus(function, *given).count("triton") >= 2

@@ -75,12 +75,12 @@ def check(
     arguments: tuple[Any, ...], mask: Mask, softcap: float | None = None, *, has_sinks: bool = False
 ) -> None:
     q = arguments[0]
-    options = Options(mask, q.shape[-1] ** -0.5, softcap)
     sinks = jnp.linspace(-3, 4, q[0, ..., 0].size).reshape(q.shape[1:3]) if has_sinks else None
-    out, pages = run(gpu.paged_attention, arguments, options=options, sinks=sinks)
+    options = Options(mask, q.shape[-1] ** -0.5, softcap, sinks)
+    out, pages = run(gpu.paged_attention, arguments, options=options)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arguments)
     with jax.default_matmul_precision("highest"):
-        expected, stored = run(reference.paged_attention, exact, options=options, sinks=sinks)
+        expected, stored = run(reference.paged_attention, exact, options=options)
     np.testing.assert_array_equal(pages[1:].astype(jnp.float32), stored[1:])
     real = np.asarray(arguments[4].kv_slots) > 0
     tolerance = {"atol": 2e-6} if out.dtype == jnp.float32 else {"atol": 2e-2, "rtol": 2e-2}
@@ -195,6 +195,6 @@ def test_lowers_for_gpus(dtype: Any, softcap: float | None, monkeypatch: pytest.
 
     def attend(*arguments: Any) -> Any:
         sinks = None if softcap is None else jnp.zeros((1, 3))
-        return gpu.paged_attention(*arguments, Options(Mask(window=70), 0.1, softcap), sinks)
+        return gpu.paged_attention(*arguments, Options(Mask(window=70), 0.1, softcap, sinks))
 
     assert lowered_for_gpus(attend, *arguments).count("triton") >= 3  # the write, decodes, prefills

@@ -69,6 +69,7 @@ SPLIT_SELDOM = [
     "glm4.5",
     "minimax-m2",
     "qwen3-moe",
+    "gpt-oss-20b",
 ]
 # They show nothing that others do not show together.
 RARE = {
@@ -86,13 +87,12 @@ RARE = {
     "qwen3-moe-dense-between",
     "phi4-mini-long",
     "smollm3-window",
-    "ministral",
     "ministral3-vision",
     "granite3-biases",
     "olmo2",
     "olmo3-yarn",
     "gpt-oss-odd",
-    "glm4.5-groups",
+    "glm4.5-odd",
     "minimax-m2-odd",
 }
 

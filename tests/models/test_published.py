@@ -36,6 +36,19 @@ PHI3_128K = {
     "sliding_window": 262144,
 }
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "sliding_window": None}
+QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+PHI4_MINI = {**TIED, "partial_rotary_factor": 0.75, "sliding_window": 262144}
+GPT_OSS = {
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
 PUBLISHED: list[tuple[str, str, tuple[int, ...], dict[str, Any], int]] = [
     ("Llama-2-7b", "Llama", (4096, 11008, 32, 32, 32, 32000), {}, 6_738_415_616),
     ("Llama-2-70b", "Llama", (8192, 28672, 80, 64, 8, 32000), {}, 68_976_648_192),
@@ -61,6 +74,23 @@ PUBLISHED: list[tuple[str, str, tuple[int, ...], dict[str, Any], int]] = [
     ("Qwen2.5-7B", "Qwen2", (3584, 18944, 28, 28, 4, 152064), {}, 7_615_616_512),
     ("Qwen2.5-14B", "Qwen2", (5120, 13824, 48, 40, 8, 152064), {}, 14_770_033_664),
     ("Qwen2.5-32B", "Qwen2", (5120, 27648, 64, 40, 8, 152064), {}, 32_763_876_352),
+    ("Qwen3-0.6B", "Qwen3", (1024, 3072, 28, 16, 8, 151936), {**TIED, "head_dim": 128}, 596_049_920),
+    ("Qwen3-8B", "Qwen3", (4096, 12288, 36, 32, 8, 151936), {"head_dim": 128}, 8_190_735_360),
+    ("Qwen3-30B-A3B", "Qwen3Moe", (2048, 6144, 48, 32, 4, 151936), QWEN3_MOE, 30_532_122_624),
+    ("gemma-3-1b", "Gemma3", (1152, 6912, 26, 4, 1, 262144), {"head_dim": 256}, 999_885_952),
+    ("Phi-4-mini", "Phi3", (3072, 8192, 32, 24, 8, 200064), PHI4_MINI, 3_836_021_760),
+    ("SmolLM3-3B", "SmolLM3", (2048, 11008, 36, 16, 4, 128256), TIED, 3_075_098_624),
+    ("Mistral-Small-24B", "Mistral", (5120, 32768, 40, 32, 8, 131072), {"head_dim": 128}, 23_572_403_200),
+    ("granite-3.1-8b", "Granite", (4096, 12800, 40, 32, 8, 49155), TIED, 8_170_848_256),
+    ("OLMo-2-7B", "Olmo2", (4096, 11008, 32, 32, 32, 100352), {}, 7_298_617_344),
+    ("gpt-oss-20b", "GptOss", (2880, 2880, 24, 64, 8, 201088), GPT_OSS, 20_914_757_184),
+    (
+        "gpt-oss-120b",
+        "GptOss",
+        (2880, 2880, 36, 64, 8, 201088),
+        {**GPT_OSS, "num_local_experts": 128},
+        116_829_156_672,
+    ),
 ]
 
 

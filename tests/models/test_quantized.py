@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hex_llm.config import EngineConfig
 from hex_llm.engine.loading import open_checkpoint, open_files
@@ -24,7 +25,7 @@ from hex_llm.models.quantized import Quantized
 from hex_llm.weights.checkpoint import Checkpoint
 from tests.engine.driving import make_config
 from tests.models.test_families import NUM_COMPARED, TOLERANCE, check_logits
-from tests.tiny import BASE, LLAMA4, MOE, Tiny, greedy
+from tests.tiny import BASE, GPT_OSS, LLAMA4, MOE, Tiny, greedy
 from tests.weights.packers import FORMATS, Format
 
 BY_NAME = {form.name: form for form in FORMATS}
@@ -143,6 +144,28 @@ def rounded_by_groups(weight: torch.Tensor, flag: str, devices: int, name: str) 
     else:
         scale = (high - low) / 15
     return (torch.round((groups - low) / scale) * scale + low).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_experts_of_gpt_oss_in_mxfp4(devices: int, tmp_path: Path) -> None:
+    tiny = Tiny("gpt-oss", "GptOssForCausalLM", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 64})
+    model, packed = tiny.build(), {}
+    for name, weight in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            num, inputs, outputs = weight.shape
+            blocks = torch.randint(0, 256, (num, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 124, blocks.shape[:3], dtype=torch.uint8)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            expanded = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            weight.data.copy_(expanded)
+    model.save_pretrained(tmp_path)
+    plain = load_file(tmp_path / "model.safetensors")
+    kept = {name: one for name, one in plain.items() if f"{name}_blocks" not in packed}
+    save_file({**kept, **packed}, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(tmp_path, model, tiny.prompt(), devices)
 
 
 def test_where_there_is_no_kernel_the_flag_is_refused() -> None:

@@ -377,6 +377,66 @@ def test_reasoning_is_told_apart() -> None:
     assert plain["message"]["content"] == backend.text
 
 
+HARMONY = "{# <|channel|> #}<|start|>{{ messages[0].content }}{{ reasoning_effort }}<|start|>assistant"
+SAID_IN_CHANNELS = (
+    "<|channel|>analysis<|message|>Two places.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.weather <|constrain|>json<|message|>{"place": "Röm"}<|call|>'
+)
+
+
+def test_channels_of_gpt_oss() -> None:
+    """Found out from the template, both of them."""
+    backend = speaker(SAID_IN_CHANNELS, HARMONY)
+    choice = both_ways(backend, {"tools": TOOLS, "reasoning_effort": "high"})
+    assert choice["message"]["reasoning_content"] == "Two places."
+    assert not choice["message"]["content"]
+    assert calls_in(choice) == [("weather", {"place": "Röm"})]
+    request = backend.asked[-1]
+    assert backend.tokenizer.decode(request.prompt_ids).endswith("high<|start|>assistant")
+    assert not request.params.skip_special_tokens
+    final = both_ways(speaker("<|channel|>final<|message|>Yes.", HARMONY), {})
+    assert (final["message"]["content"], final["message"].get("reasoning")) == ("Yes.", None)
+
+
+THINKS = (
+    "{{ messages[0].content }}<|im_start|>assistant\n{# </think> #}"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% elif begins %}<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kwargs", "reasoning", "content"),
+    [
+        ("<think>Hm.</think>Yes.", {}, "Hm.", "Yes."),
+        ("Hm.</think>Yes.", {"begins": True}, "Hm.", "Yes."),
+        ("Yes.", {}, None, "Yes."),
+        ("<think>Yes.", {"enable_thinking": False}, None, "<think>Yes."),
+    ],
+)
+def test_reasoning_is_found_out_from_template_and_prompt(
+    text: str, kwargs: dict[str, Any], reasoning: str | None, content: str
+) -> None:
+    message = both_ways(speaker(text, THINKS), {"chat_template_kwargs": kwargs})["message"]
+    assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+    as_it_is = both_ways(speaker(text, THINKS), {"chat_template_kwargs": kwargs}, reasoning_parser="none")
+    assert as_it_is["message"]["content"] == text
+
+
+def test_a_format_that_the_template_does_not_have_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    create_app(speaker("", HERMES), ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3"))
+    [record] = [one.message for one in caplog.records if "chat template" in one.message]
+    assert record.startswith("--reasoning_parser")
+
+
+TAGGED = "{{ messages[0].content }}{# <function= #}"
+
+
+def test_arguments_between_tags_have_the_types_of_the_schema() -> None:
+    said = "<function=weather><parameter=place>12</parameter><parameter=days>3</parameter></function>"
+    choice = both_ways(speaker(f"<tool_call>{said}</tool_call>", TAGGED), {"tools": TOOLS})
+    assert calls_in(choice) == [("weather", {"place": "12", "days": 3})]
+
+
 def test_a_structure_has_no_room_for_reasoning() -> None:
     choice = both_ways(speaker('{"a": 1}'), {"guided_json_object": True}, reasoning_parser="deepseek_r1")
     assert choice["message"] == {"role": "assistant", "content": '{"a": 1}'}

@@ -20,7 +20,6 @@ ARCHES = {
     "mistral": "llama",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
-    "minimax_m2": "minimax-m2",
 }
 K_QUANTS = (Q.Q4_K, Q.Q5_K, Q.Q6_K)
 
@@ -73,9 +72,6 @@ def random_model(architecture: str, **changes: Any) -> Any:
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn_like(weight) * 0.1)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn_like(buffer))
     return model
 
 
@@ -146,9 +142,6 @@ def tensors_of(arch: str, model: Any) -> dict[str, np.ndarray]:
             for short, half in halves.items():
                 part = "down" if suffix == "down_proj" else {"g": "gate", "u": "up"}[short]
                 found[f"blk.{layer}.ffn_{part}_exps.weight"] = half
-            continue
-        if name.endswith("e_score_correction_bias"):
-            found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = data
             continue
         if arch in ("llama", "granite", "smollm3") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads

@@ -168,7 +168,6 @@ MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multipl
         ("SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
         ("Olmo2ForCausalLM", {}),
         ("Qwen3MoeForCausalLM", {**MOE, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16}),
-        ("MiniMaxM2ForCausalLM", {**MOE, "rotary_dim": 8, "head_dim": 16}),
     ],
 )
 def test_it_is_served_as_before_conversion(architecture: str, changes: Any, tmp_path: Path) -> None:

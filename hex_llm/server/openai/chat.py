@@ -41,14 +41,7 @@ from hex_llm.server.openai.schemas import BatchChatRequest, ChatRequest
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, format_name_for, may_reason, reasoning_parser
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.text.tool_calls import (
-    PARSERS,
-    ForcedCall,
-    ForcedCalls,
-    forced_schema,
-    parser_name_for,
-    schemas_of,
-)
+from hex_llm.text.tool_calls import PARSERS, ForcedCall, ForcedCalls, forced_schema, parser_name_for, schemas
 from hex_llm.text.tool_formats import CallDelta, ToolParser
 from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
@@ -82,13 +75,10 @@ def check_parsers(config: ServerConfig) -> None:
 
 def tell_unknown_formats(config: ServerConfig, template: str) -> None:
     """Says at the start that the template has nothing of a format that a flag names."""
-    named = {
-        "tool_call_parser": (config.tool_call_parser, parser_name_for(template)),
-        "reasoning_parser": (config.reasoning_parser, format_name_for(template)),
-    }
-    for flag, (name, taught) in named.items():
-        if name not in (None, "none") and taught is None:
-            log.warning("--%s=%s, but the chat template tells the model of no such format", flag, name)
+    taught = {"tool_call_parser": parser_name_for(template), "reasoning_parser": format_name_for(template)}
+    for flag, format_name in taught.items():
+        if getattr(config, flag) not in (None, "none") and format_name is None:
+            log.warning("--%s: the chat template tells the model of no such format", flag)
 
 
 async def chat_reply(backend: Backend, request: Request, body: ChatRequest, config: ServerConfig) -> Response:
@@ -299,7 +289,7 @@ def _tool_parser(
             "the model's chat template knows no calls; force them by tool_choice, or name their "
             "format with --tool_call_parser",
         )
-    return partial(PARSERS[str(name)], schemas_of([tool.plain() for tool in request.tools]))
+    return partial(PARSERS[str(name)], schemas([tool.plain() for tool in request.tools]))
 
 
 def _for_calls(

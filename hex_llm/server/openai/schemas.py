@@ -49,7 +49,7 @@ class TextPart(Replayed):
 
 Content = Annotated[
     str | Annotated[list[TextPart], Field(fail_fast=True)],
-    fault('must be a text or a list of {"type": "text", "text": ...}'),
+    fault('must be a text or a list of {"type": "text", "text": ...}: neither images nor sounds are taken'),
 ]
 
 
