@@ -154,7 +154,7 @@ METHODS: dict[str, Callable[[HFConfig], tuple[Scheme, ...]]] = {
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
-    "mxfp4": lambda c: (Scheme(4, (1, 32), packed=True),),
+    "mxfp4": lambda c: (Scheme(4, (1, 32), packed=True, is_float=True),),
     "compressed-tensors": _compressed_tensors,
 }
 
