@@ -78,17 +78,9 @@ def test_both_are_told_as_they_come(name: str) -> None:
 
 PARTS = [
     *("<think>", "</think>", "<", "/", "think>", "a", " ", "\n", "é", "[THINK]", "[/THINK]", "<tool_call>"),
-    *(
-        "<|start|>",
-        "<|channel|>",
-        "<|message|>",
-        "<|end|>",
-        "<|call|>",
-        "<|return|>",
-        "analysis",
-        "final",
-        "<|",
-    ),
+    *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|", "analysis"),
+    *("<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>commentary to=functions.f<|message|>"),
+    "final",
     *(" to=functions.f", "commentary", "Here is my thought process:", "Here is my response:", "Here is"),
 ]
 
