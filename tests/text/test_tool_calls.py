@@ -7,16 +7,13 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hex_llm.errors import InvalidRequest
-from hex_llm.text.tool_calls import PARSERS, ForcedCall, ForcedCalls, forced_schema, parser_name_for
+from hex_llm.text.tool_calls import PARSERS, ForcedCall, ForcedCalls, parser_name_for
 from hex_llm.text.tool_formats import ToolParser
-from tests.text.grammars import Setting
 
 Calls = list[tuple[str, str]]
 SCHEMAS = {
@@ -489,72 +486,3 @@ def test_templates_tell_their_format(name: str) -> None:
 @pytest.mark.parametrize("template", [None, "", "{{ messages }}", "<start_of_turn>user"])
 def test_other_templates_tell_none(template: str | None) -> None:
     assert parser_name_for(template) is None
-
-
-# ---- forced calls
-
-TREE = {
-    "type": "object",
-    "properties": {
-        "value": {"$ref": "#/$defs/value"},
-        "kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
-    },
-    "required": ["value"],
-    "additionalProperties": False,
-    "$defs": {"value": {"enum": ["x", "y{}"]}},
-}
-CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bonn"]}}, "required": ["city"]}
-
-
-def tools(**parameters: Any) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in parameters.items()]
-
-
-def test_forced_calls_are_of_the_tools_and_their_parameters(default: Setting) -> None:
-    closed = {**CITY, "additionalProperties": False}
-    schema = forced_schema(tools(grow=TREE, look=closed, now=None), "required")
-    fresh = default.compile(json=json.dumps(schema))
-    names = set()
-    for seed in range(30):
-        text = default.walk(fresh.copy(), random.Random(seed))
-        content, calls = read(ForcedCalls(), *text, "")
-        assert content == ""
-        assert calls
-        for name, arguments in calls:
-            names.add(name)
-            value = json.loads(arguments)
-            if name == "grow":
-                assert value["value"] in ("x", "y{}")
-            else:
-                assert value in ({"city": "Rome"}, {"city": "Bonn"}) if name == "look" else value == {}
-    assert names == {"grow", "look", "now"}
-
-
-def test_one_call_only() -> None:
-    schema = forced_schema(tools(look=CITY), "required", parallel=False)
-    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
-    assert "maxItems" not in forced_schema(tools(look=CITY), "required")
-
-
-def test_a_named_tool_forces_its_parameters(default: Setting) -> None:
-    schema = forced_schema(tools(now=None, grow=TREE), "grow")
-    assert schema == TREE
-    text = default.walk(default.compile(json=json.dumps(schema)), random.Random(0))
-    content, [(name, arguments)] = read(ForcedCall("grow"), *text, "")
-    assert (content, name) == ("", "grow")
-    assert json.loads(arguments) == json.loads(text)
-    assert forced_schema(tools(now=None), "now")["additionalProperties"] is False
-
-
-def test_what_cannot_be_forced_is_refused() -> None:
-    nested: dict[str, Any] = {}
-    for _ in range(5_000):
-        nested = {"properties": {"a": nested}}
-    for given_tools, choice, param in (
-        (tools(look=CITY), "fly", "tool_choice"),
-        ([], "required", "tool_choice"),
-        (tools(deep=nested), "required", "tools"),
-    ):
-        with pytest.raises(InvalidRequest) as refused:
-            forced_schema(given_tools, choice)
-        assert refused.value.param == param
