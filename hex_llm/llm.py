@@ -10,9 +10,9 @@ from typing import Any
 from tqdm import tqdm
 
 from hex_llm.admission import make_request
-from hex_llm.config import MAX_INT
 from hex_llm.engine.loading import load_engine
 from hex_llm.errors import ConfigError, InvalidRequest
+from hex_llm.flag_fields import MAX_INT
 from hex_llm.flags import engine_config_from_kwargs
 from hex_llm.frontend.outputs import OutputCollector, for_engine, raise_failure
 from hex_llm.frontend.pooling import check_dimensions, embedding, pooling_params

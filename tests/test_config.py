@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from hex_llm.config import EngineConfig, ServerConfig, flags_of
+from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.errors import ConfigError
+from hex_llm.flag_fields import flags_of
 
 SERVER_DEFAULTS = {
     "tool_call_parser": None,

@@ -108,7 +108,7 @@ def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Progr
     }
     return {
         name: Program(
-            programs.described(key, setting, *held), len(spec.layers) if isinstance(key, StepShape) else 0
+            programs.described(key, setting, *held, {}), len(spec.layers) if isinstance(key, StepShape) else 0
         )
         for name, key in keys.items()
     }

@@ -27,6 +27,7 @@ class WantedFiles:
 TEXT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 MODEL = WantedFiles((*TEXT, "*.safetensors"), ("*.safetensors",))
 TOKENIZER = WantedFiles(TEXT, ("tokenizer.json", "tokenizer.model", "vocab.json"))
+ADAPTER = WantedFiles(("adapter_config.json", "adapter_model.safetensors"), ("adapter_model.safetensors",))
 CONFIG = WantedFiles(("config.json", "generation_config.json"), ("config.json",))
 
 

@@ -1,0 +1,132 @@
+"""The slots of adapters on the devices: their arrays, and what of an adapter goes into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from hex_llm.errors import ModelError
+from hex_llm.execution.load import assembled
+from hex_llm.models.adapters import SlotMatrices, Slots, adaptable, adapter_params, module_names, slot_params
+from hex_llm.models.params import Param
+from hex_llm.models.spec import ModelSpec
+from hex_llm.parallel.shardings import sharding
+from hex_llm.weights.adapters import Adapter
+
+HEADER_BYTES = 16 << 20  # of an adapter's file, and what else it may hold
+
+
+@dataclass(frozen=True, eq=False)
+class HostAdapter:
+    """An adapter as slots hold it; matrices that it does not train are left out."""
+
+    digest: str
+    matrices: dict[str, SlotMatrices]
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """`spec`: as it is split over the devices."""
+
+    spec: ModelSpec
+    mesh: Mesh
+    dtype: np.dtype[Any]
+    num_slots: int
+    max_rank: int
+
+    @cached_property
+    def matrices(self) -> dict[str, Any]:
+        return adaptable(self.spec)
+
+    @cached_property
+    def params(self) -> dict[str, SlotMatrices]:
+        return {path: slot_params(one, self.num_slots, self.max_rank) for path, one in self.matrices.items()}
+
+    @property
+    def max_bytes(self) -> int:
+        """Of an adapter's file: of float32, and with copies of the embedding and the head."""
+        sizes = [
+            sum(piece.shape) * self.max_rank for one in self.matrices.values() for piece in one.array.pieces
+        ]
+        return 4 * (sum(sizes) + 2 * self.spec.vocab_size * self.spec.hidden_size) + HEADER_BYTES
+
+    def allocate(self) -> Slots:
+        """All slots, empty."""
+
+        return jax.tree.map(self._zeros, self.params, is_leaf=lambda node: isinstance(node, Param))
+
+    def on_host(self, adapter: Adapter) -> HostAdapter:
+        """ModelError: it is not for this model."""
+        names = {name: path for path, one in self.matrices.items() for name in module_names(one)}
+        for name, (down, up) in adapter.modules.items():
+            if name not in names:
+                raise ModelError(
+                    f"the model has no module {name!r:.120} that can be adapted; is the adapter for another, "
+                    f"{adapter.base!r}?"
+                )
+            pieces = self.matrices[names[name]].array.pieces
+            shape = next(piece.shape for piece in pieces if piece.name == f"{name}.weight")
+            if (own := (len(up), down.shape[1])) != shape:
+                raise ModelError(
+                    f"{name!r:.120} is {list(shape)}, but the adapter's {list(own)}; is it for another model, "
+                    f"{adapter.base!r}?"
+                )
+        trained = {names[name] for name in adapter.modules}
+        return HostAdapter(adapter.digest, {path: self._fused(path, adapter) for path in trained})
+
+    def _fused(self, path: str, adapter: Adapter) -> SlotMatrices:
+        matrix, modules = self.matrices[path], adapter.modules
+        ranks = {name: len(one.down) for name, one in modules.items()}
+        params = adapter_params(matrix, ranks, self.max_rank)
+        down = assembled(params.down, lambda piece, cut: modules[piece.name].down[cut], self.dtype)
+        up = assembled(params.up, lambda piece, cut: modules[piece.name].up[cut], self.dtype)
+        # The ranks of fused modules lie side by side.
+        return SlotMatrices(down.reshape(-1, *down.shape[2:]), up.reshape(*up.shape[:-2], -1))
+
+    def stage(self, adapter: HostAdapter) -> Slots:
+        """Onto the devices, to be written into a slot; waits until it is there."""
+
+        def staged(path: str, of_slots: SlotMatrices) -> SlotMatrices:
+            own = adapter.matrices.get(path)
+            down, up = self._one(of_slots.down, 0), self._one(of_slots.up, -2)
+            if own is None:
+                return SlotMatrices(self._zeros(down), self._zeros(up))
+            return SlotMatrices(*map(jax.device_put, (own.down, own.up), (self._lies(down), self._lies(up))))
+
+        return jax.block_until_ready({path: staged(path, one) for path, one in self.params.items()})
+
+    def described(self) -> Slots:
+        """What `stage` gives."""
+
+        def describe(param: Param) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(param.shape, self.dtype, sharding=self._lies(param))
+
+        return {
+            path: SlotMatrices(describe(self._one(one.down, 0)), describe(self._one(one.up, -2)))
+            for path, one in self.params.items()
+        }
+
+    def _zeros(self, param: Param) -> jax.Array:
+        return _zeros(param.shape, self.dtype, self._lies(param))()
+
+    @staticmethod
+    def _one(param: Param, axis: int) -> Param:
+        """Without the axis of slots."""
+        shape, axes = list(param.shape), list(param.axes)
+        del shape[axis], axes[axis]
+        return Param(tuple(shape), tuple(axes), ())
+
+    def _lies(self, param: Param) -> NamedSharding:
+        return sharding(self.mesh, param.shape, param.axes)
+
+
+@cache  # one compilation for all layers
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], placed: NamedSharding) -> Callable[[], jax.Array]:
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=placed)

@@ -1,0 +1,82 @@
+"""Random adapters, made and judged by PEFT on transformers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
+
+from tests.tiny import greedy_tokens
+
+# Four kinds that differ in what PEFT can say; ranks up to MAX_RANK.
+MAX_RANK = 6
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+KINDS: tuple[dict[str, Any], ...] = (
+    {"r": 4, "lora_alpha": 8, "targets": ("",)},
+    {"r": 6, "lora_alpha": 5, "use_rslora": True, "targets": ("v_proj", "qkv_proj", "down_proj", "embed_tokens")},
+    {"r": 2, "lora_alpha": 4, "rank_pattern": {"o_proj": 5}, "alpha_pattern": {r"layers\.1\..*o_proj": 7},
+     "targets": ATTENTION},
+    {"r": 1, "lora_alpha": 2, "layers_to_transform": [0], "targets": ("",)},
+)  # fmt: skip
+
+
+def targets(model: Any, ends: tuple[str, ...]) -> list[str]:
+    """Whole names of the linear modules (and embeddings) that end so; "": all linear ones, and the head."""
+    names = []
+    for name, module in model.named_modules():
+        is_text = "vision" not in name and "multi_modal" not in name
+        is_linear = type(module) is torch.nn.Linear
+        is_named = name.rpartition(".")[2] in ends
+        if is_text and (
+            (is_linear and ("" in ends or is_named)) or (name.endswith("embed_tokens") and is_named)
+        ):
+            names.append(name)
+    return names
+
+
+class Judge:
+    """A model with adapters by name; it is changed."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.peft = model, None
+        self._names = {ends: targets(model, ends) for ends in {kind["targets"] for kind in KINDS}}
+
+    def add(self, name: str, folder: Path, seed: int = 0, **options: Any) -> Path:
+        """Saves a random adapter of the kind that the seed says, under a folder of this name."""
+        options = {**KINDS[seed % len(KINDS)], **options}
+        names = self._names[options.pop("targets")]
+        if options.pop("layers_to_transform", None):
+            names = [one for one in names if "layers.0." in one or "lm_head" in one]
+        config = LoraConfig(**options, target_modules=names)
+        if self.peft is None:
+            self.peft = get_peft_model(self.model, config, name)
+        else:
+            self.peft.add_adapter(name, config)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for module in self.peft.modules():
+                for part in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+                    if isinstance(module, LoraLayer) and name in getattr(module, part, ()):
+                        own = getattr(module, part)[name]
+                        weight = getattr(own, "weight", own)
+                        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+        return save(self.peft, name, folder)
+
+    def tokens(self, name: str | None, prompt: list[int], num_tokens: int) -> list[int]:
+        if name is None:
+            assert self.peft is not None
+            with self.peft.disable_adapter():
+                return greedy_tokens(self.peft, prompt, num_tokens)
+        self.peft.set_adapter(name)
+        return greedy_tokens(self.peft, prompt, num_tokens)
+
+
+def save(peft: PeftModel, name: str, folder: Path) -> Path:
+    """PEFT puts it into a folder of its name; what is there is replaced."""
+    shutil.rmtree(folder / name, ignore_errors=True)
+    peft.save_pretrained(folder, selected_adapters=[name])
+    return folder / name
