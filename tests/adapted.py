@@ -17,7 +17,8 @@ MAX_RANK = 6
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 KINDS: tuple[dict[str, Any], ...] = (
     {"r": 4, "lora_alpha": 8, "targets": ("",)},
-    {"r": 6, "lora_alpha": 5, "use_rslora": True, "targets": ("v_proj", "qkv_proj", "down_proj", "embed_tokens")},
+    {"r": 6, "lora_alpha": 5, "use_rslora": True,
+     "targets": ("v_proj", "qkv_proj", "down_proj", "embed_tokens")},
     {"r": 2, "lora_alpha": 4, "rank_pattern": {"o_proj": 5}, "alpha_pattern": {r"layers\.1\..*o_proj": 7},
      "targets": ATTENTION},
     {"r": 1, "lora_alpha": 2, "layers_to_transform": [0], "targets": ("",)},

@@ -27,7 +27,6 @@ from hex_llm.parallel.shardings import make_mesh
 from hex_llm.scheduling.limits import StepLimits
 from hex_llm.text.grammar import GrammarFactory
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.weights.adapter_source import AdapterNames
 from hex_llm.weights.checkpoint import Checkpoint
 from hex_llm.weights.model_files import ModelFiles, open_model, open_tokenizer
 from hex_llm.weights.pooling import pooling_of
@@ -101,7 +100,6 @@ def build_engine(
     log_quantized(weights, token_bytes(held, choice), dtype)
     adapters = None
     if config.enable_lora:
-        AdapterNames(config)  # refuses what cannot be read
         layout = AdapterLayout(held, mesh, dtype, config.max_loras, config.max_lora_rank)
         with explained(config, "allocating the slots of adapters", "--max_loras, --max_lora_rank"):
             adapters = layout, layout.allocate()

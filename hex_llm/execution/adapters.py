@@ -75,7 +75,7 @@ class AdapterLayout:
             shape = next(piece.shape for piece in pieces if piece.name == f"{name}.weight")
             if (own := (len(up), down.shape[1])) != shape:
                 raise ModelError(
-                    f"{name!r:.120} is {list(shape)}, but the adapter's {list(own)}; is it for another model, "
+                    f"{name!r:.120} is {list(shape)}, but the adapter's {list(own)}; is it for another, "
                     f"{adapter.base!r}?"
                 )
         trained = {names[name] for name in adapter.modules}
