@@ -10,8 +10,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 
+from hex_llm.engine.engine import Engine
+from hex_llm.sampling_params import SamplingParams
+from hex_llm.types import AdapterRef, Request
+from tests.engine.driving import make_engine
 from tests.tiny import greedy_tokens
 
+NUM_OUT = 32
+NAMES = ("a", "b", "c", "d")
 # Four kinds that differ in what PEFT can say; ranks up to MAX_RANK.
 MAX_RANK = 6
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
@@ -23,6 +29,19 @@ KINDS: tuple[dict[str, Any], ...] = (
      "targets": ATTENTION},
     {"r": 1, "lora_alpha": 2, "layers_to_transform": [0], "targets": ("",)},
 )  # fmt: skip
+
+
+def adapted_engine(folder: Path, **flags: Any) -> Engine:
+    """With few shapes to compile."""
+    options = {"enable_lora": True, "max_lora_rank": MAX_RANK, "max_loras": 4, "allowed_lora_sources": "/"}
+    shapes = {"decode_seqs_padding": 8, "max_num_batched_tokens": 128, "prefill_len_padding": 128}
+    return make_engine(folder, **{**options, **shapes, **flags})
+
+
+def adapted_request(name: str, prompt: list[int], folder: Path | None, **params: Any) -> Request:
+    ref = None if folder is None else AdapterRef(folder.name, str(folder))
+    greedy = {"temperature": 0, "max_tokens": NUM_OUT, "ignore_eos": True}
+    return Request(name, prompt, SamplingParams(**{**greedy, **params}), adapter=ref)
 
 
 def targets(model: Any, ends: tuple[str, ...]) -> list[str]:

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hex_llm.engine.engine import Engine
-from hex_llm.sampling_params import SamplingParams
-from hex_llm.types import AdapterRef, Request
-from tests.adapted import MAX_RANK, Judge
-from tests.engine.driving import drive, make_engine, tokens
+from tests.adapted import NAMES, NUM_OUT, Judge, adapted_engine, adapted_request
+from tests.engine.driving import LLAMA, drive, tokens
 from tests.tiny import FAMILIES, Tiny
-
-NUM_OUT = 32
-NAMES = ("a", "b", "c", "d")
-FAST = ("llama3.2-tied", "gemma2-2b", "phi3-mini-4k", "llama4-scout")
-
-
-def adapted_engine(folder: Path, **flags: Any) -> Engine:
-    """With few shapes to compile."""
-    options = {"enable_lora": True, "max_lora_rank": MAX_RANK, "max_loras": 4, "allowed_lora_sources": "/"}
-    shapes = {"decode_seqs_padding": 8, "max_num_batched_tokens": 128, "prefill_len_padding": 128}
-    return make_engine(folder, **{**options, **shapes, **flags})
-
-
-def adapted_request(name: str, prompt: list[int], folder: Path | None, **params: Any) -> Request:
-    ref = None if folder is None else AdapterRef(folder.name, str(folder))
-    greedy = {"temperature": 0, "max_tokens": NUM_OUT, "ignore_eos": True}
-    return Request(name, prompt, SamplingParams(**{**greedy, **params}), adapter=ref)
 
 
 def check(tiny: Tiny, tmp_path: Path, devices: int, **flags: Any) -> None:
@@ -49,11 +31,42 @@ def check(tiny: Tiny, tmp_path: Path, devices: int, **flags: Any) -> None:
     assert len({tuple(one) for one in expected[:4]}) == 4, "the adapters say the same"
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+FAST = {"llama3.2-tied": 4, "phi3-mini-4k": 1, "gemma2-2b": 1}  # over so many devices
+CASES = [
+    pytest.param(tiny, devices, marks=[] if FAST.get(tiny.name) == devices else pytest.mark.slow)
+    for tiny in FAMILIES
+    for devices in (1, tiny.devices)
+]
+
+
 @pytest.mark.parametrize(
-    "tiny",
-    [t if t.name in FAST else pytest.param(t, marks=pytest.mark.slow) for t in FAMILIES],
-    ids=lambda t: t.name,
+    ("tiny", "devices"), CASES, ids=lambda value: value.name if isinstance(value, Tiny) else f"{value}"
 )
 def test_every_family_says_what_peft_says(tiny: Tiny, devices: int, tmp_path: Path) -> None:
-    check(tiny, tmp_path, min(devices, tiny.devices))
+    check(tiny, tmp_path, devices)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_over_a_quantized_base(devices: int, tmp_path: Path) -> None:
+    """The judge has the weights that the codes stand for."""
+    model = LLAMA.save(tmp_path / "model")
+    round_weights(model)
+    judge = Judge(model)
+    folders = {name: judge.add(name, tmp_path, i) for i, name in enumerate(NAMES)}
+    engine = adapted_engine(tmp_path / "model", tensor_parallel_size=devices, quantization="int8")
+    asked = [(name, LLAMA.prompt(i)) for i, name in enumerate((*NAMES, None))]
+    told = drive(
+        engine, [adapted_request(f"{name}", prompt, folders.get(name or "")) for name, prompt in asked]
+    )
+    for name, prompt in asked:
+        assert tokens(told[f"{name}", 0]) == judge.tokens(name, prompt, NUM_OUT), name
+
+
+def round_weights(model: Any) -> None:
+    """As --quantization=int8 does: to 127 steps on each side of zero, for the inputs of a group."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("_proj.weight"):
+                groups = weight.reshape(len(weight), -1, math.gcd(128, weight.shape[1]))
+                scales = groups.abs().amax(-1, keepdim=True) / 127
+                weight.copy_((torch.round(groups / scales) * scales).reshape(weight.shape))
