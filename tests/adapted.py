@@ -31,11 +31,20 @@ KINDS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+# With few shapes to compile.
+FLAGS: dict[str, Any] = {
+    "enable_lora": True,
+    "max_lora_rank": MAX_RANK,
+    "max_loras": 4,
+    "allowed_lora_sources": "/",
+    "decode_seqs_padding": 8,
+    "max_num_batched_tokens": 128,
+    "prefill_len_padding": 128,
+}
+
+
 def adapted_engine(folder: Path, **flags: Any) -> Engine:
-    """With few shapes to compile."""
-    options = {"enable_lora": True, "max_lora_rank": MAX_RANK, "max_loras": 4, "allowed_lora_sources": "/"}
-    shapes = {"decode_seqs_padding": 8, "max_num_batched_tokens": 128, "prefill_len_padding": 128}
-    return make_engine(folder, **{**options, **shapes, **flags})
+    return make_engine(folder, **{**FLAGS, **flags})
 
 
 def adapted_request(name: str, prompt: list[int], folder: Path | None, **params: Any) -> Request:

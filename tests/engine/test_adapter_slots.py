@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from hex_llm import LLM
+from hex_llm import llm as llm_module
 from hex_llm.admission import check_request
+from hex_llm.config import EngineConfig
 from hex_llm.engine import book
 from hex_llm.engine.engine import Engine
 from hex_llm.errors import InvalidRequest
@@ -172,6 +175,32 @@ def test_who_waits_for_a_slot_is_not_passed_for_ever(served: Served, monkeypatch
     drive(engine)
 
 
+def test_llm_takes_one_for_all_or_one_for_each(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_engine(config: EngineConfig, progress: bool) -> tuple[Engine, None]:
+        return fresh_engine(served.engine, config=config), None
+
+    monkeypatch.setattr(llm_module, "load_engine", load_engine)
+    prompts, folder = [LLAMA.prompt(i) for i in range(3)], served.folder
+    llm = LLM(folder / "model", enable_lora=True, lora_modules=f"named={folder / 'b'}")
+    greedy = adapted_request("", [1], None, max_tokens=6).params
+
+    def told(adapters: Any) -> list[list[int]]:
+        outputs = llm.generate(None, greedy, prompt_token_ids=prompts, lora_request=adapters, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def expected(*names: str | None) -> list[list[int]]:
+        return [said(served.judge, name, prompt, 6) for name, prompt in zip(names, prompts, strict=True)]
+
+    assert told(folder / "a") == told(str(folder / "a")) == expected("a", "a", "a")
+    assert told(["named", None, folder / "c"]) == expected("b", None, "c")
+    for wrong, message in (
+        (["named"], "1 lora_request for 3 prompts"),
+        ("unknown", "`unknown` does not exist"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            told(wrong)
+
+
 def churn(served: Served, folder: Path, num_requests: int, num_adapters: int) -> None:
     """Requests for adapters that are replaced on the disk meanwhile: each gets what lies there at first."""
     generator, engine, now = random.Random(0), fresh_engine(served.engine), dict[Path, str]()
@@ -184,8 +213,9 @@ def churn(served: Served, folder: Path, num_requests: int, num_adapters: int) ->
             shutil.copy(served.folder / now[path] / file, path / "new")
             os.replace(path / "new", path / file)
 
-    def is_unused(path: Path) -> bool:
-        refs = [active.request.adapter for active in engine.book._active.values()]
+    def is_loaded(path: Path) -> bool:
+        """By all who have named it; they may still run."""
+        refs = [active.request.adapter for active in engine.book._preparing.values()]
         return all(ref is None or ref.source != str(path) for ref in refs)
 
     paths = [folder / f"{i}" for i in range(num_adapters)]
@@ -203,9 +233,9 @@ def churn(served: Served, folder: Path, num_requests: int, num_adapters: int) ->
             got.setdefault(update.request_id, []).extend(update.token_ids)
             assert not update.error
         engine.check()
-        unused = [path for path in paths if is_unused(path)]
-        if unused and generator.random() < 0.2:
-            place(generator.choice(unused))
+        loaded = [path for path in paths if is_loaded(path)]
+        if loaded and generator.random() < 0.3:
+            place(generator.choice(loaded))
     assert got == expected
     engine.check_idle()
 
