@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,12 @@ class Judge:
         return save(self.peft, name, folder)
 
     def tokens(self, name: str | None, prompt: list[int], num_tokens: int) -> list[int]:
-        if name is None:
-            assert self.peft is not None
-            with self.peft.disable_adapter():
-                return greedy_tokens(self.peft, prompt, num_tokens)
-        self.peft.set_adapter(name)
-        return greedy_tokens(self.peft, prompt, num_tokens)
+        assert self.peft is not None
+        self.peft.set_adapter(name or next(iter(self.peft.peft_config)))
+        with torch.no_grad():  # a short one: dynamic rope scaling remembers the longest until then
+            self.peft(torch.tensor([[1]]))
+        with nullcontext() if name else self.peft.disable_adapter():
+            return greedy_tokens(self.peft, prompt, num_tokens)
 
 
 def save(peft: PeftModel, name: str, folder: Path) -> Path:

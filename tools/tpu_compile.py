@@ -111,7 +111,7 @@ def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Progr
         "choice": programs.Choose(sizes.batch),
     }
     layout_of_adapters = AdapterLayout(spec, mesh, np.dtype(DTYPE), *ADAPTERS)
-    slots_of_adapters = described_params(layout_of_adapters.params, mesh)
+    slots_of_adapters = described_params(layout_of_adapters.params(ADAPTERS[0]), mesh)
     return {
         name: Program(
             programs.described(key, setting, *held, slots_of_adapters if name == "adapted" else {}),

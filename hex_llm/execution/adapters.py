@@ -25,7 +25,7 @@ HEADER_BYTES = 16 << 20  # of an adapter's file, and what else it may hold
 
 @dataclass(frozen=True, eq=False)
 class HostAdapter:
-    """An adapter as slots hold it; matrices that it does not train are left out."""
+    """An adapter as one slot holds it; matrices that it does not train are left out."""
 
     digest: str
     matrices: dict[str, SlotMatrices]
@@ -45,9 +45,8 @@ class AdapterLayout:
     def matrices(self) -> dict[str, Any]:
         return adaptable(self.spec)
 
-    @cached_property
-    def params(self) -> dict[str, SlotMatrices]:
-        return {path: slot_params(one, self.num_slots, self.max_rank) for path, one in self.matrices.items()}
+    def params(self, num_slots: int) -> dict[str, SlotMatrices]:
+        return {path: slot_params(one, num_slots, self.max_rank) for path, one in self.matrices.items()}
 
     @property
     def max_bytes(self) -> int:
@@ -60,7 +59,7 @@ class AdapterLayout:
     def allocate(self) -> Slots:
         """All slots, empty."""
 
-        return jax.tree.map(self._zeros, self.params, is_leaf=lambda node: isinstance(node, Param))
+        return jax.tree.map(self._zeros, self.params(self.num_slots), is_leaf=_is_param)
 
     def on_host(self, adapter: Adapter) -> HostAdapter:
         """ModelError: it is not for this model."""
@@ -88,19 +87,19 @@ class AdapterLayout:
         down = assembled(params.down, lambda piece, cut: modules[piece.name].down[cut], self.dtype)
         up = assembled(params.up, lambda piece, cut: modules[piece.name].up[cut], self.dtype)
         # The ranks of fused modules lie side by side.
-        return SlotMatrices(down.reshape(-1, *down.shape[2:]), up.reshape(*up.shape[:-2], -1))
+        return SlotMatrices(down.reshape(1, -1, *down.shape[2:]), up.reshape(*up.shape[:-2], 1, -1))
 
     def stage(self, adapter: HostAdapter) -> Slots:
         """Onto the devices, to be written into a slot; waits until it is there."""
 
-        def staged(path: str, of_slots: SlotMatrices) -> SlotMatrices:
+        def staged(path: str, params: SlotMatrices) -> SlotMatrices:
             own = adapter.matrices.get(path)
-            down, up = self._one(of_slots.down, 0), self._one(of_slots.up, -2)
             if own is None:
-                return SlotMatrices(self._zeros(down), self._zeros(up))
-            return SlotMatrices(*map(jax.device_put, (own.down, own.up), (self._lies(down), self._lies(up))))
+                return SlotMatrices(self._zeros(params.down), self._zeros(params.up))
+            lie = self._lies(params.down), self._lies(params.up)
+            return SlotMatrices(*map(jax.device_put, (own.down, own.up), lie))
 
-        return jax.block_until_ready({path: staged(path, one) for path, one in self.params.items()})
+        return jax.block_until_ready({path: staged(path, one) for path, one in self.params(1).items()})
 
     def described(self) -> Slots:
         """What `stage` gives."""
@@ -108,23 +107,17 @@ class AdapterLayout:
         def describe(param: Param) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(param.shape, self.dtype, sharding=self._lies(param))
 
-        return {
-            path: SlotMatrices(describe(self._one(one.down, 0)), describe(self._one(one.up, -2)))
-            for path, one in self.params.items()
-        }
+        return jax.tree.map(describe, self.params(1), is_leaf=_is_param)
 
     def _zeros(self, param: Param) -> jax.Array:
         return _zeros(param.shape, self.dtype, self._lies(param))()
 
-    @staticmethod
-    def _one(param: Param, axis: int) -> Param:
-        """Without the axis of slots."""
-        shape, axes = list(param.shape), list(param.axes)
-        del shape[axis], axes[axis]
-        return Param(tuple(shape), tuple(axes), ())
-
     def _lies(self, param: Param) -> NamedSharding:
         return sharding(self.mesh, param.shape, param.axes)
+
+
+def _is_param(node: Any) -> bool:
+    return isinstance(node, Param)
 
 
 @cache  # one compilation for all layers

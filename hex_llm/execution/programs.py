@@ -268,14 +268,15 @@ def write_rows(slots: jax.Array, which: jax.Array, values: jax.Array, *, first_c
 
 
 def write_adapter(adapters: Slots, values: Slots, slot: jax.Array) -> Slots:
-    """`slot` counts from 1."""
-    return {
-        path: SlotMatrices(
-            of_slots.down.at[slot - 1].set(values[path].down),
-            of_slots.up.at[..., slot - 1, :].set(values[path].up),
+    """`values` are of one slot; `slot` counts from 1."""
+
+    def write(of_slots: SlotMatrices, of_one: SlotMatrices) -> SlotMatrices:
+        update = partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot - 1)
+        return SlotMatrices(
+            update(of_slots.down, of_one.down, axis=0), update(of_slots.up, of_one.up, axis=-2)
         )
-        for path, of_slots in adapters.items()
-    }
+
+    return {path: write(of_slots, values[path]) for path, of_slots in adapters.items()}
 
 
 def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:

@@ -25,7 +25,7 @@ HEAD = ".head"  # the path of the head
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotMatrices:
-    """What all slots add to a matrix [*outputs, *inputs]. Of one adapter: without the axis of slots."""
+    """What all slots add to a matrix [*outputs, *inputs]."""
 
     down: Any  # [slots, ranks, *inputs]
     up: Any  # [*outputs, slots, ranks]
