@@ -319,7 +319,9 @@ class ServerConfig:
         None, "The model's name in requests and answers.", unset="the value of --model", env=("MODEL_ID",)
     )
     strict_model_name: bool = server_flag(
-        False, "Refuse requests that name another model than --served_model_name; else any name is taken."
+        False,
+        "Refuse requests that name another model than --served_model_name, as is always done with "
+        "--enable_lora; else any name is taken.",
     )
     uds: str | None = server_flag(None, "A unix socket to listen on, instead of an address.")
     root_path: str | None = server_flag(

@@ -105,7 +105,7 @@ class AdapterPool:
         if known and is_fresh and (adapter := self._keep(known.digest)):
             return adapter
         layout = self._layout
-        with adapter_folder(self._config, source) as folder:
+        with adapter_folder(self._config, source, layout.max_bytes) as folder:
             stamp = stamp_of(folder)
             if known and known.stamp == stamp and (adapter := self._keep(known.digest)):
                 self._note(source, Known(stamp, known.digest, now))

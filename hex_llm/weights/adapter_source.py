@@ -12,6 +12,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -105,8 +106,9 @@ def _hub_name(source: str) -> re.Match[str] | None:
 
 
 @contextmanager
-def adapter_folder(config: EngineConfig, source: str) -> Iterator[Path]:
+def adapter_folder(config: EngineConfig, source: str, max_bytes: int) -> Iterator[Path]:
     """Where its files are, fetched if need be. SourceError: they are not there."""
+    wish = replace(ADAPTER, max_bytes=max_bytes)
     try:
         if source.startswith("/"):
             yield Path(source)
@@ -114,12 +116,12 @@ def adapter_folder(config: EngineConfig, source: str) -> Iterator[Path]:
         with nullcontext("") if config.enable_lora_cache else TemporaryDirectory() as temporary:
             cache = Path(temporary) if temporary else config.cache_dir
             if source.startswith("gs://"):
-                yield fetch_from_bucket(source, private_folder(cache / "gs"), ADAPTER)
+                yield fetch_from_bucket(source, private_folder(cache / "gs"), wish)
             elif name := _hub_name(source):
                 from hex_llm.weights.hub import fetch_from_hub
 
                 own = Path(temporary) if temporary else None
-                yield fetch_from_hub(name["repo"], None, name["commit"], config.hf_token, ADAPTER, own)
+                yield fetch_from_hub(name["repo"], None, name["commit"], config.hf_token, wish, own)
             else:
                 raise SourceError("there is no such adapter")
     except (OSError, ValueError) as error:  # a path with a zero byte in it is a ValueError

@@ -44,15 +44,17 @@ def fetch_from_hub(
     `cache` is another one than the user's."""
     hub = _hub(token)
     with _bounded_hub(repo, revision):
-        commit = hub.resolve_revision(repo, revision=revision).resolved
+        commit = hub.resolve_revision(repo, revision=revision, cache_dir=cache).resolved
         # It keeps the listing too.
         hub.snapshot_download(repo, revision=commit, allow_patterns="config.json", cache_dir=cache)
-        names = [entry.path for entry in get_cached_repo_tree(repo, revision=commit, cache_dir=cache)]
+        tree = get_cached_repo_tree(repo, revision=commit, cache_dir=cache)
+        names = [entry.path for entry in tree]
         if file and file not in names:
             raise SourceError(
                 f"{repo} has no file {file!r}; it has {some(like(names, '*.gguf')) or 'no GGUF'}"
             )
         chosen = [file] if file else choose(names, wish, repo, ":")
+        wish.check_size(sum(entry.size for entry in tree if entry.path in chosen), repo)
         paths = [hub.hf_hub_download(repo, name, revision=commit, cache_dir=cache) for name in chosen]
         return folder_or_gguf([Path(path) for path in paths])
 

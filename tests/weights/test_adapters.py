@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError, SourceError, UnknownModel
 from hex_llm.weights.adapter_source import AdapterNames, adapter_folder, read_files, stamp_of
 from hex_llm.weights.adapters import Adapter, parse_adapter
+from tests.weights.conftest import Bucket, Child
+from tests.weights.hub_server import Hub
 
 MODULE = "model.layers.0.self_attn.q_proj"
 NAME = f"base_model.model.{MODULE}"
@@ -243,5 +247,56 @@ def test_what_is_no_file_is_not_waited_for(root: Path) -> None:
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "/a\0b", "/" + "a" * 5000])
 def test_what_is_not_there_is_a_source_error(source: str) -> None:
-    with pytest.raises(SourceError), adapter_folder(EngineConfig(), source) as folder:
+    with pytest.raises(SourceError), adapter_folder(EngineConfig(), source, MAX_BYTES) as folder:
         stamp_of(folder)
+
+
+# ---- other places
+
+FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+READ = """
+import json, sys
+from hex_llm.config import EngineConfig
+from hex_llm.weights.adapter_source import adapter_folder, read_files
+config = EngineConfig(enable_lora_cache=sys.argv[1] == "kept")
+with adapter_folder(config, "org/a", int(sys.argv[2])) as folder:
+    print(read_files(folder, None, 1000))
+print(folder.exists())
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_bucket(bucket: Bucket, tmp_path: Path, kept: bool) -> None:
+    bucket.put({f"a/{name}": data for name, data in {**FILES, "optimizer.pt": b"x"}.items()})
+    config = EngineConfig(download_dir=str(tmp_path / "cache"), enable_lora_cache=kept)
+    for _ in range(2):
+        with adapter_folder(config, "gs://b/a", MAX_BYTES) as folder:
+            assert read_files(folder, None, MAX_BYTES) == (b"{}", b"weights")
+        assert folder.exists() == kept
+    assert len(bucket.proxy.asked("download")) == (2 if kept else 4)
+    bucket.proxy.log.clear()
+    with (
+        pytest.raises(SourceError, match="more than 3: not for this model"),
+        adapter_folder(config, "gs://b/a", 3),
+    ):
+        pass
+    with (
+        pytest.raises(SourceError, match="there is no gs://b/none"),
+        adapter_folder(config, "gs://b/none", 3),
+    ):
+        pass
+    assert not bucket.proxy.asked("download")
+
+
+@pytest.mark.parametrize("kept", ["kept", "thrown away"])
+def test_the_hub(hub: Hub, child: Child, kept: str) -> None:
+    hub.put("org/a", {**FILES, "adapter_model.bin": b"pickle"})
+
+    def read(max_bytes: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", READ, kept, f"{max_bytes}"]
+        env = {**os.environ, **child.environ}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    assert read(1000).stdout == f"(b'{{}}', b'weights')\n{kept == 'kept'}\n"
+    assert "more than 3: not for this model" in read(3).stderr
+    assert any(Path(child.environ["HF_HOME"]).rglob("adapter_*")) == (kept == "kept")
