@@ -11,13 +11,13 @@ from collections.abc import Collection
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, Unpack
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import MAX_INT, MAX_LOGPROBS, SamplingParams, is_unicode
 from hex_llm.text.bad_words import bad_word_ids
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import AdapterRef, Pooling, Request
+from hex_llm.types import Pooling, Request, RequestOptions
 
 NO_POOLING = Pooling()
 MAX_SALT = 4096  # characters
@@ -55,15 +55,12 @@ def make_request(
     params: SamplingParams,
     limits: Limits,
     tokenizer: Tokenizer | None = None,
-    *,
-    priority: int = 0,
-    cache_salt: str = "",
-    adapter: AdapterRef | None = None,
+    **options: Unpack[RequestOptions],
 ) -> Request:
     """Raises InvalidRequest, which names the field."""
     prompt_ids = _truncated(prompt_ids, params, limits)
     bad_words = _bad_word_ids(params, tokenizer)
-    request = Request(request_id, prompt_ids, params, priority, cache_salt, bad_words, adapter=adapter)
+    request = Request(request_id, prompt_ids, params, bad_word_ids=bad_words, **options)
     check_request(request, limits)
     return request
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import msgspec
 
@@ -47,6 +47,14 @@ class Request:
     # What else changes KV, by the position from which on: an adapter at 0, an image at its place.
     extra_keys: dict[int, str] = field(default_factory=dict)
     adapter: AdapterRef | None = None
+
+
+class RequestOptions(TypedDict, total=False):
+    """Those fields of a request that front ends pass on as they are."""
+
+    priority: int
+    cache_salt: str
+    adapter: AdapterRef | None
 
 
 class TokenLogprobs(NamedTuple):

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import psutil
 
@@ -18,7 +18,7 @@ from hex_llm.frontend.outputs import OutputCollector, for_engine
 from hex_llm.frontend.requests import Generation, Room
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import AdapterRef, FinishReason, Request, Update
+from hex_llm.types import FinishReason, Request, RequestOptions, Update
 from hex_llm.weights.adapter_source import AdapterNames
 from tools.fake_engine import (  # noqa: F401
     BOS,
@@ -76,13 +76,7 @@ class FakeBackend:
 
     @asynccontextmanager
     async def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        adapter: AdapterRef | None = None,
+        self, prompt: str | Sequence[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[Generation]:
         if self.error is not None:
             raise self.error
@@ -90,8 +84,7 @@ class FakeBackend:
             raise InvalidRequest("prompt: this server has no tokenizer", "prompt")
         ids = self.tokenizer.encode(prompt) if self.tokenizer and isinstance(prompt, str) else list(prompt)
         request = make_request(
-            f"fake-{len(self.asked)}", ids, params, replace(LIMITS, max_adapters=8), self.tokenizer,
-            priority=priority, cache_salt=cache_salt, adapter=adapter,
+            f"fake-{len(self.asked)}", ids, params, replace(LIMITS, max_adapters=8), self.tokenizer, **options
         )  # fmt: skip
         self.asked.append(request)
         text = prompt if isinstance(prompt, str) else None

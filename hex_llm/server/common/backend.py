@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
 from hex_llm.frontend.outputs import raise_failure
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.common.body import EngineRequest
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import AdapterRef, Logprobs, Pooling, RequestOutput
+from hex_llm.types import AdapterRef, Logprobs, Pooling, RequestOptions, RequestOutput
 from hex_llm.weights.adapter_source import AdapterNames
 
 T = TypeVar("T")
@@ -50,13 +50,7 @@ class Backend(Protocol):
         never be taken together, or QueueFull. Each that is generated is counted then."""
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        adapter: AdapterRef | None = None,
+        self, prompt: str | Sequence[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> Beginning:
         """A request under way, to be read while it grows; leaving it before its end aborts it."""
 
@@ -80,13 +74,9 @@ def begin(
     backend: Backend, prompt: str | list[int], request: EngineRequest, params: SamplingParams
 ) -> Beginning:
     """As `Backend.generate`, with what the request says besides."""
-    return backend.generate(
-        prompt,
-        params,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        adapter=adapter_of(backend, request.model, request.dynamic_lora),
-    )
+    adapter = adapter_of(backend, request.model, request.dynamic_lora)
+    options = RequestOptions(priority=request.priority, cache_salt=request.cache_salt, adapter=adapter)
+    return backend.generate(prompt, params, **options)
 
 
 async def answer(

@@ -64,10 +64,8 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
             "permission": [],
         }
         adapters = backend.adapters.registered if backend.adapters.is_on else {}
-        listed = [
-            {**base, "id": name, "root": source, "parent": base["id"]} for name, source in adapters.items()
-        ]
-        return {"object": "list", "data": [base, *listed]}
+        cards = [{**base, "id": name, "root": at, "parent": base["id"]} for name, at in adapters.items()]
+        return {"object": "list", "data": [base, *cards]}
 
     if config.allow_runtime_lora_updating:
 
