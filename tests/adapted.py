@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +98,22 @@ class Judge:
         return save(self.peft, name, folder)
 
     def tokens(self, name: str | None, prompt: list[int], num_tokens: int) -> list[int]:
+        with self._by(name) as model:
+            return greedy_tokens(model, prompt, num_tokens)
+
+    def logprobs(self, name: str | None, prompt: list[int]) -> list[float]:
+        """Of the prompt's tokens from the second on."""
+        with self._by(name) as model:
+            logits = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        return [float(logits[i, token]) for i, token in enumerate(prompt[1:])]
+
+    @contextmanager
+    def _by(self, name: str | None) -> Iterator[Any]:
         assert self.peft is not None
         self.peft.set_adapter(name or next(iter(self.peft.peft_config)))
-        with torch.no_grad():  # a short one: dynamic rope scaling remembers the longest until then
-            self.peft(torch.tensor([[1]]))
-        with nullcontext() if name else self.peft.disable_adapter():
-            return greedy_tokens(self.peft, prompt, num_tokens)
+        with torch.no_grad(), nullcontext() if name else self.peft.disable_adapter():
+            self.peft(torch.tensor([[1]]))  # dynamic rope scaling remembers the longest until then
+            yield self.peft
 
 
 def save(peft: PeftModel, name: str, folder: Path) -> Path:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from hex_llm.errors import ModelError
 from hex_llm.execution.load import assembled
-from hex_llm.models.adapters import SlotMatrices, Slots, adaptable, adapter_params, module_names, slot_params
+from hex_llm.models.adapters import SlotMatrices, Slots, adaptable, adapter_params, slot_params
 from hex_llm.models.params import Param
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import sharding
@@ -58,26 +58,23 @@ class AdapterLayout:
 
     def allocate(self) -> Slots:
         """All slots, empty."""
-
         return jax.tree.map(self._zeros, self.params(self.num_slots), is_leaf=_is_param)
 
     def on_host(self, adapter: Adapter) -> HostAdapter:
         """ModelError: it is not for this model."""
-        names = {name: path for path, one in self.matrices.items() for name in module_names(one)}
+        places = {
+            piece.name.removesuffix(".weight"): (path, piece.shape)
+            for path, one in self.matrices.items()
+            for piece in one.array.pieces
+        }
         for name, (down, up) in adapter.modules.items():
-            if name not in names:
-                raise ModelError(
-                    f"the model has no module {name!r:.120} that can be adapted; is the adapter for another, "
-                    f"{adapter.base!r}?"
-                )
-            pieces = self.matrices[names[name]].array.pieces
-            shape = next(piece.shape for piece in pieces if piece.name == f"{name}.weight")
+            _, shape = places.get(name, ("", "no module that can be adapted"))
             if (own := (len(up), down.shape[1])) != shape:
                 raise ModelError(
-                    f"{name!r:.120} is {list(shape)}, but the adapter's {list(own)}; is it for another, "
+                    f"{name!r:.120} is {own} in the adapter, but {shape} here; is it for another model, "
                     f"{adapter.base!r}?"
                 )
-        trained = {names[name] for name in adapter.modules}
+        trained = {places[name][0] for name in adapter.modules}
         return HostAdapter(adapter.digest, {path: self._fused(path, adapter) for path in trained})
 
     def _fused(self, path: str, adapter: Adapter) -> SlotMatrices:

@@ -7,14 +7,12 @@ import os
 import random
 import shutil
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from hex_llm import LLM
 from hex_llm import llm as llm_module
@@ -77,17 +75,13 @@ def test_more_adapters_than_slots_take_turns(served: Served) -> None:
 
 
 def test_a_prompts_log_probabilities_are_the_adapters(served: Served) -> None:
-    engine, prompt, peft = fresh_engine(served.engine), LLAMA.prompt(0), served.judge.peft
+    engine, prompt = fresh_engine(served.engine), LLAMA.prompt(0)
     logprobs = {}
     for name in ("a", None):  # a trains the head, too
         folder = served.folder / name if name else None
         told = drive(engine, [adapted_request("x", prompt, folder, max_tokens=1, prompt_logprobs=1)])
         logprobs[name] = [one.logprob for one in told["x", 0][0].prompt_logprobs]
-        peft.set_adapter("a")
-        with torch.no_grad(), nullcontext() if name else peft.disable_adapter():
-            logits = peft(torch.tensor([prompt])).logits[0].log_softmax(-1)
-        expected = [float(logits[i, token]) for i, token in enumerate(prompt[1:])]
-        np.testing.assert_allclose(logprobs[name], expected, atol=1e-3)
+        np.testing.assert_allclose(logprobs[name], served.judge.logprobs(name, prompt), atol=1e-3)
     assert logprobs["a"] != logprobs[None]
 
 
@@ -103,8 +97,8 @@ def test_one_that_fails_disturbs_nobody(served: Served, tmp_path: Path) -> None:
     words = {
         "cut": "broken or cut short",
         "rank": "says 5",
-        "other": "is it for another",
-        "deeper": "no module 'model.layers.2",
+        "other": "is it for another model",
+        "deeper": "no module that can be adapted here",
         "missing": "The model `missing` does not exist",
     }
     good = [adapted_request(name, prompt, served.folder / name, max_tokens=6) for name in ("a", "b")]
