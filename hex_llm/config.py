@@ -73,8 +73,8 @@ class EngineConfig:
     )
     quantization: str | None = model_flag(
         None,
-        "int8 and int4 quantize the model's layers while they are loaded; none expands what is quantized. "
-        "The others say how the model is quantized already, which config.json does too.",
+        "int8, int4 and fp8 quantize a plain model's layers while they are loaded; none expands what is "
+        "quantized. Else how the model is quantized already, which config.json says too.",
         unset="as config.json says",
         choices=(
             "none",

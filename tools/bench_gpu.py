@@ -24,6 +24,7 @@ from hex_llm.ipc.stats import Stats
 from hex_llm.types import Update
 from tools.gpu_common import (
     FIRST,
+    QUANTIZED,
     WORKLOADS,
     Workload,
     flags_for,
@@ -51,8 +52,9 @@ class Timed:
         return updates
 
 
-def start(folder: Path, cache: Path, tiny: bool, warm_up: bool, flags: dict[str, Any]) -> LLM:
-    write_model(folder, tiny)
+def start(folder: Path, cache: Path, options: argparse.Namespace, flags: dict[str, Any]) -> LLM:
+    warm_up = not options.no_warmup
+    write_model(folder, options.tiny, options.quantized)
     began = time.perf_counter()
     jax.devices()
     devices = time.perf_counter()
@@ -104,7 +106,7 @@ def ours(options: argparse.Namespace, folder: Path) -> None:
     flags |= {name: json.loads(value) for name, value in (flag.split("=", 1) for flag in options.flag)}
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {flags}", flush=True)
     cache = options.cache or folder / "cache"
-    llm = start(folder / "model", cache, options.tiny, not options.no_warmup, flags)
+    llm = start(folder / "model", cache, options, flags)
     timed = Timed(llm)
     if options.profile:
         profile(llm, folder)
@@ -124,8 +126,9 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     tiny = ["--tiny"] if options.tiny else []
     cache = options.cache or folder / "cache"
     flags = [f"--flag={flag}" for flag in options.flag]
-    mine = [sys.executable, "-m", "tools.bench_gpu", f"--cache={cache}", *tiny, *flags]
-    theirs = [options.vllm_python, "-m", "tools.bench_gpu_vllm", *tiny]
+    both = [*tiny, *([f"--quantized={options.quantized}"] if options.quantized else [])]
+    mine = [sys.executable, "-m", "tools.bench_gpu", f"--cache={cache}", *both, *flags]
+    theirs = [options.vllm_python, "-m", "tools.bench_gpu_vllm", *both]
     kept = {
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
@@ -175,6 +178,7 @@ def main() -> None:
     parser.add_argument("--hlo", type=Path, help="a folder for the compiled programs of those steps")
     parser.add_argument("--no-warmup", action="store_true", help="compile only what is used")
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens")
+    parser.add_argument("--quantized", choices=QUANTIZED, help="instead of bfloat16")
     parser.add_argument("--flag", action="append", default=[], help="name=value, as JSON, of the engine")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_common import FIRST, WORKLOADS, Workload, flags_for, tell_rate, tell_started, write_model
+from tools.gpu_common import (
+    FIRST,
+    QUANTIZED,
+    WORKLOADS,
+    Workload,
+    flags_for,
+    tell_rate,
+    tell_started,
+    write_model,
+)
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -43,13 +52,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of workloads: {', '.join(WORKLOADS)}, or none")
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens")
+    parser.add_argument("--quantized", choices=QUANTIZED)
     options = parser.parse_args()
     os.environ.update(SETTINGS)
     import vllm
 
     flags = flags_for(options.tiny)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), options.tiny)
+        write_model(Path(folder), options.tiny, options.quantized)
         llm = vllm.LLM(
             model=folder,
             load_format="dummy",

@@ -47,6 +47,10 @@ LLAMA_8B = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY = {**LLAMA_8B, **SMALL, "num_key_value_heads": 2}
 TINY_SCALE = 20  # requests and output tokens are so many times fewer
@@ -99,10 +103,12 @@ def flags_for(tiny: bool) -> dict[str, Any]:
     return {**FLAGS, **(TINY_FLAGS if tiny else {})}
 
 
-def write_model(folder: Path, tiny: bool) -> None:
+def write_model(folder: Path, tiny: bool, quantized: str | None = None) -> None:
     """A folder that is served with random weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(TINY if tiny else LLAMA_8B))
+    config = TINY if tiny else LLAMA_8B
+    extra = {"quantization_config": QUANTIZED[quantized]} if quantized else {}
+    (folder / "config.json").write_text(json.dumps({**config, **extra}))
 
 
 def tell(name: str, value: Any) -> None:

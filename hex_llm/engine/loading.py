@@ -15,11 +15,11 @@ from hex_llm.engine.engine import Engine
 from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import Paddings
-from hex_llm.execution.kernel_choice import Devices, choose_kernels
+from hex_llm.execution.kernel_choice import Devices, Kernels, choose_kernels
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks, shown_size, token_bytes
 from hex_llm.execution.runner import Runner, keep_compiled
-from hex_llm.execution.weight_plan import BITS, EXPANDED, plan_weights, quantized_bytes
+from hex_llm.execution.weight_plan import EXPANDED, FORMS, plan_weights, quantized_bytes
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
@@ -28,6 +28,7 @@ from hex_llm.scheduling.limits import StepLimits
 from hex_llm.text.grammar import GrammarFactory
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.weights.checkpoint import Checkpoint
+from hex_llm.weights.grouped import Form
 from hex_llm.weights.model_files import ModelFiles, open_model, open_tokenizer
 from hex_llm.weights.pooling import pooling_of
 from hex_llm.weights.quantization import quantization_of
@@ -91,7 +92,9 @@ def build_engine(
     choice = Devices(platform, len(devices), config.block_size, dtype)
     kernels = choose_kernels(held, choice)
     checkpoint = open_checkpoint(config, files, spec)
-    plan = plan_weights(held, checkpoint, len(devices), kernels.can_multiply, config.quantization)
+    rounded_to = rounding(config, files, kernels)
+    keeps = (lambda form, routed: False) if config.quantization == EXPANDED else kernels.can_multiply
+    plan = plan_weights(held, checkpoint, len(devices), keeps, rounded_to)
     weights = (
         init_weights(plan, held, mesh, dtype, config.seed)
         if checkpoint is None
@@ -117,10 +120,10 @@ def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) ->
     """What is quantized can be read as floats too. None: only the config was wanted."""
     quantization, asked = quantization_of(files.config), config.quantization
     if quantization is None:
-        if asked not in (None, EXPANDED, *BITS):
+        if asked not in (None, EXPANDED, *FORMS):
             raise ConfigError(
                 f"--quantization={asked}: the model's config names no quantization; "
-                f"{' and '.join(BITS)} quantize while loading"
+                f"{' and '.join(FORMS)} quantize while loading"
             )
         return files.checkpoint
     if asked not in (None, EXPANDED, quantization.method):
@@ -136,6 +139,19 @@ def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) ->
             f"{spec.family} with experts that {quantization.method} keeps apart is not supported"
         )
     return dequantized(files.checkpoint, quantization)
+
+
+def rounding(config: EngineConfig, files: ModelFiles, kernels: Kernels) -> Form | None:
+    """How plain weights are quantized: as --quantization says, or, where random ones stand for a quantized
+    checkpoint's, about as those. ConfigError: there is no kernel for what is asked for."""
+    quantization = quantization_of(files.config)
+    if quantization is None:
+        form = FORMS.get(config.quantization or "")
+        if form is not None and not kernels.can_multiply(form, False):
+            asked = f"--quantization={config.quantization}"
+            raise ConfigError(f"{asked}: there is no kernel for it on these devices yet")
+        return form
+    return None if files.checkpoint is not None else quantization.schemes[0].form
 
 
 def log_quantized(weights: Weights, token_bytes: int, dtype: np.dtype[Any]) -> None:

@@ -13,13 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hex_llm.kernels import cpu, cpu_experts, experts, gpu, gpu_experts, reference, tpu, tpu_experts
+from hex_llm.kernels import (
+    cpu,
+    cpu_experts,
+    experts,
+    gpu,
+    gpu_experts,
+    gpu_quantized,
+    reference,
+    tpu,
+    tpu_experts,
+)
 from hex_llm.kernels.attention import PagedAttention
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import RoutedExperts
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Weights
-from hex_llm.models.quantized import Quantized
+from hex_llm.models.quantized import Float8, Quantized
 from hex_llm.models.spec import ModelSpec
 from hex_llm.weights.grouped import Form
 
@@ -34,7 +44,7 @@ class Kernels(NamedTuple):
     page_width: int  # numbers of a key in its page
     max_single: int  # a step of so many tokens is as fast if each attends by itself
     lay_out: Callable[[Weights], Weights]  # loaded weights, whose matrices get the form that is multiplied
-    can_multiply: Callable[[Form], bool]  # a quantized matrix as it is
+    can_multiply: Callable[[Form, bool], bool]  # a quantized matrix as it is; True: of routed experts
 
 
 class Devices(NamedTuple):
@@ -50,14 +60,35 @@ class Devices(NamedTuple):
 def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     panel_width = _panel_width(spec, devices)
     if panel_width is not None:
-        lay_out = partial(_in_panels, width=panel_width)
+        lay_out = partial(_each_layer, partial(_in_panels, width=panel_width))
         kernels = cpu.paged_attention, cpu_experts.fused_moe
         return Kernels(*kernels, spec.head_dim, sys.maxsize, lay_out, _lies_in_panels)
     width = tpu.padded_head_dim(spec.head_dim) if _attends_on_tpu(spec, devices) else spec.head_dim
     attend, fused_moe = _attention(spec, devices), _experts(spec, devices)
-    # On accelerators, expanding what is multiplied takes longer than reading floats.
-    is_cpu = devices.platform == "cpu"
-    return Kernels(attend, fused_moe, width, MAX_SINGLE, lambda weights: weights, lambda form: is_cpu)
+    can_multiply = partial(_can_multiply, devices=devices)
+    change = _for_gpus if devices.platform == "gpu" else lambda part: part
+    return Kernels(attend, fused_moe, width, MAX_SINGLE, partial(_each_layer, change), can_multiply)
+
+
+def _can_multiply(form: Form, routed: bool, devices: Devices) -> bool:
+    """CPUs expand what they multiply; accelerators would be slower for it than with floats."""
+    if devices.platform != "gpu" or routed:
+        return devices.platform == "cpu"
+    if form.is_float:
+        return devices.dtype != np.float32
+    return devices.num == 1 and gpu_quantized.can_multiply(form.bits, form.group, devices.dtype)
+
+
+def _for_gpus(part: Any) -> Any:
+    """A matrix that was loaded as `_can_multiply` allows."""
+    if not isinstance(part, Quantized):
+        return part
+    if part.codes.dtype == jnp.float8_e4m3fn:
+        outputs = part.codes.shape[: part.num_outputs]
+        return Float8(part.codes, part.scales.reshape(*outputs, -1)[..., 0])
+    axes = part.num_outputs
+    arrays = part.unpacked(), part.scales, part.offsets
+    return gpu_quantized.to_words(*arrays, num_output_axes=axes, bits=part.bits, zero=part.zero)
 
 
 def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:
@@ -68,34 +99,39 @@ def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:
     return width if width is not None and spec.head_dim % (width // cpu.PANEL_VECTORS) == 0 else None
 
 
-def _lies_in_panels(form: Form) -> bool:
-    return cpu.quantized_panel_width() is not None and block_of(form.bits, form.group) is not None
+def _lies_in_panels(form: Form, routed: bool) -> bool:
+    if form.is_float or cpu.quantized_panel_width() is None:
+        return False
+    return block_of(form.bits, form.group) is not None
 
 
-def _in_panels(weights: Weights, width: int) -> Weights:
+def _each_layer(change: Callable[[Any], Any], weights: Weights) -> Weights:
     """The layers of the given weights are replaced one by one, so that they are in memory twice only one by
-    one. Gates and ups [F, 2, D] are turned round, so that gates, and ups, lie side by side."""
-
-    def is_changed(part: Any) -> bool:
-        return isinstance(part, Dense | Quantized) or (
-            isinstance(part, FeedForward) and part.router is not None
-        )
-
-    def change(part: Any) -> Any:
-        if isinstance(part, Dense):
-            return cpu.to_panels(part.array, part.num_outputs, width, turned=part.num_outputs == 2)
-        if isinstance(part, Quantized):
-            return _quantized_panels(part)
-        if not isinstance(part, FeedForward):
-            return part
-        gate_up = tuple(change(one) for one in _by_expert(part.gate_up, lambda array: array.swapaxes(0, 1)))
-        down = tuple(change(one) for one in _by_expert(part.down, lambda array: array))
-        return replace(part, gate_up=gate_up, down=down, shared=everywhere(part.shared))
-
-    everywhere = partial(jax.tree.map, change, is_leaf=is_changed)
+    one. `change` gets matrices and, whole, experts."""
+    everywhere = partial(jax.tree.map, change, is_leaf=_is_laid_out)
     for i, layer in enumerate(weights.layers):
         weights.layers[i] = everywhere(layer)
     return replace(weights, embed=everywhere(weights.embed), head=everywhere(weights.head))
+
+
+def _is_laid_out(part: Any) -> bool:
+    is_routed = isinstance(part, FeedForward) and part.router is not None
+    return isinstance(part, Dense | Quantized) or is_routed
+
+
+def _in_panels(part: Any, width: int) -> Any:
+    """Gates and ups [F, 2, D] are turned round, so that gates, and ups, lie side by side."""
+    change = partial(_in_panels, width=width)
+    if isinstance(part, Dense):
+        return cpu.to_panels(part.array, part.num_outputs, width, turned=part.num_outputs == 2)
+    if isinstance(part, Quantized):
+        return _quantized_panels(part)
+    if not isinstance(part, FeedForward):
+        return part
+    gate_up = tuple(change(one) for one in _by_expert(part.gate_up, lambda array: array.swapaxes(0, 1)))
+    down = tuple(change(one) for one in _by_expert(part.down, lambda array: array))
+    shared = jax.tree.map(change, part.shared, is_leaf=_is_laid_out)
+    return replace(part, gate_up=gate_up, down=down, shared=shared)
 
 
 def _quantized_panels(matrix: Quantized) -> QuantizedPanels:

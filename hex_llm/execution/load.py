@@ -73,7 +73,7 @@ def _made(plan: WeightPlan, make: Callable[[Param], jax.Array], progress: bool =
     def make_part(part: Any) -> Any:
         made = jax.tree.map(make, part, is_leaf=lambda leaf: isinstance(leaf, Param))
         rounded_to = part.array.rounded_to if isinstance(part, Dense) else None
-        return made if rounded_to is None else quantize(made, *rounded_to)
+        return made if rounded_to is None else quantize(made, rounded_to)
 
     parts, tree = jax.tree.flatten(plan.weights, is_leaf=is_part)
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -111,7 +111,7 @@ def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> Non
 def _bits(param: Param, dtype: np.dtype[Any]) -> int:
     """Of each number, once it is loaded."""
     if param.rounded_to is not None:
-        return param.rounded_to[0]
+        return param.rounded_to.bits
     return 4 if param.packed else (param.dtype or dtype).itemsize * 8
 
 

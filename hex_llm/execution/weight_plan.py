@@ -14,18 +14,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from hex_llm.errors import ConfigError
 from hex_llm.models.linear import Dense
-from hex_llm.models.params import Param, Weights, abstract_weights
+from hex_llm.models.params import Param, Rounding, Weights, abstract_weights
 from hex_llm.models.quantized import Quantized
 from hex_llm.models.spec import ModelSpec
 from hex_llm.weights.checkpoint import Checkpoint, Tensor
 from hex_llm.weights.grouped import Form, Part, PartName, form_of
 
-EXPANDED, BITS = "none", {"int8": 8, "int4": 4}  # what --quantization can ask for
-GROUPS = {8: 128, 4: 32}  # inputs that share a scale in what is quantized here
+# What --quantization can ask for besides what the checkpoint is.
+EXPANDED = "none"
+FORMS = {
+    "int8": Form(8, group=128),
+    "int4": Form(4, group=32, has_offsets=True),
+    "fp8": Form(8, group=0, is_float=True),
+}
 
-Keeps = Callable[[Form], bool]  # whether matrices of this form are multiplied as they are
+# Whether matrices of this form are multiplied as they are; of routed experts, with True.
+Keeps = Callable[[Form, bool], bool]
 
 
 @dataclass(frozen=True)
@@ -38,30 +43,28 @@ def plan_weights(
     spec: ModelSpec,
     checkpoint: Checkpoint | None = None,
     num_devices: int = 1,
-    keeps: Keeps = lambda form: False,
-    quantization: str | None = None,
+    keeps: Keeps = lambda form, routed: False,
+    rounded_to: Form | None = None,
 ) -> WeightPlan:
-    """`spec`: as it is split over the devices. `quantization`: as the flag says it. ConfigError: what it asks
-    for cannot be multiplied here."""
-    bits = BITS.get(quantization or "")
-    if bits is not None and not keeps(Form(bits, GROUPS[bits], has_offsets=bits == 4)):
-        raise ConfigError(f"--quantization={quantization}: there is no kernel for it on these devices yet")
+    """`spec`: as it is split over the devices. `rounded_to`: how a plain checkpoint is quantized;
+    a group of 0 is all inputs."""
     weights = abstract_weights(spec)
-    if quantization == EXPANDED:
-        return WeightPlan(weights)
     stored, parts = checkpoint or {}, dict[str, Tensor]()
 
     def plan(matrix: Any) -> Any:
         if not isinstance(matrix, Dense):
             return matrix
         param: Param = matrix.array
-        if bits is None:
+        routed = param.axes[0] == "experts"
+        if rounded_to is None:
             form = _common_form(param, stored, num_devices)
-            return matrix if form is None or not keeps(form) else _quantized(matrix, form, stored, parts)
-        wanted = Form(bits, math.gcd(GROUPS[bits], _last_axis(param, num_devices)))
-        if param.axes[0] == "vocab" or not keeps(wanted):
+            is_kept = form is not None and keeps(form, routed)
+            return _quantized(matrix, form, stored, parts) if form and is_kept else matrix
+        wanted = rounded_to._replace(group=math.gcd(rounded_to.group, _last_axis(param, num_devices)))
+        if param.axes[0] == "vocab" or not keeps(wanted, routed):
             return matrix
-        return replace(matrix, array=replace(param, rounded_to=(wanted.bits, wanted.group)))
+        rounding = Rounding(wanted.bits, wanted.group, wanted.is_float)
+        return replace(matrix, array=replace(param, rounded_to=rounding))
 
     weights = jax.tree.map(plan, weights, is_leaf=lambda node: isinstance(node, Dense | Param))
     return WeightPlan(weights, parts)

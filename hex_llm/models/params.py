@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,16 +50,22 @@ class Piece:
     repeat: int = 1  # each entry of the first axis is taken this many times
 
 
+class Rounding(NamedTuple):
+    bits: int
+    group: int  # inputs that share a scale; of floats, all of an output do
+    to_float: bool = False
+
+
 @dataclass(frozen=True)
 class Param:
     """What no piece reaches is zeros."""
 
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]  # logical: "vocab", "kv_heads", "ffn" or None
+    axes: tuple[str | None, ...]  # logical: "vocab", "kv_heads", "ffn", "experts" or None
     pieces: tuple[Piece, ...]
     dtype: np.dtype[Any] | None = None  # None: the model's; integers must be stored as they are declared
     norm: bool = False  # starts at one (less the family's offset) instead of random
-    rounded_to: tuple[int, int] | None = None  # bits, and inputs of a group: quantized so once it is loaded
+    rounded_to: Rounding | None = None  # quantized so once it is loaded
     packed: bool = False  # of whole numbers of 4 bits: two share a byte once they are loaded
 
 
@@ -212,8 +218,8 @@ def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
     pieces = _stacked if spec.names.stacked_experts else _apart
     gate_up, down = pieces(spec.names, prefix + "experts", num, size, width)
     return FeedForward(
-        gate_up=Dense(Param((num, 2, size, width), (None, None, "ffn", None), gate_up), num_outputs=3),
-        down=Dense(Param((num, width, size), (None, None, "ffn"), down), num_outputs=2),
+        gate_up=Dense(Param((num, 2, size, width), ("experts", None, "ffn", None), gate_up), num_outputs=3),
+        down=Dense(Param((num, width, size), ("experts", None, "ffn"), down), num_outputs=2),
         router=_whole(f"{prefix}{spec.names.router}.weight", (num, width), (None, None)),
         shared=None if shared is None else _dense(spec, prefix + "shared_expert.", shared),
     )

@@ -1,6 +1,6 @@
-"""A Matrix of whole numbers of a few bits, with scales and offsets for groups of inputs.
+"""Matrices of a few bits: numbers with scales and offsets for groups of inputs, and floats of 8 bits.
 
-A weight is (code - zero) * scale + offset. This form expands itself wherever it is multiplied, so that XLA
+A weight is (code - zero) * scale + offset. `Quantized` expands itself wherever it is multiplied, so that XLA
 can run it on anything; kernels of our own take its arrays into theirs (execution/kernel_choice.py).
 """
 
@@ -16,6 +16,10 @@ from jax.typing import DTypeLike
 
 from hex_llm.kernels.experts import Activation
 from hex_llm.models.linear import Dense
+from hex_llm.models.params import Rounding
+
+FLOAT8_MAX = 448.0
+FLOAT8_ROWS = 16  # cuBLAS multiplies only multiples of it
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +27,7 @@ from hex_llm.models.linear import Dense
 class Quantized:
     """A Matrix [*outputs, *inputs]; the groups lie along its last axis."""
 
-    codes: Any  # int8; or uint8, each with two numbers that follow each other, the first below
+    codes: Any  # int8, float8_e4m3fn; or uint8, each with two numbers that follow each other, the first below
     scales: Any  # float32 [..., groups]
     offsets: Any | None = None
     bits: int = field(default=8, metadata={"static": True})
@@ -56,15 +60,46 @@ class Quantized:
         return pairs.reshape(*self.codes.shape[:-1], -1)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Float8:
+    """A Matrix [*outputs, *inputs] that is multiplied by activations of 8 bits, with a scale for each row."""
+
+    codes: Any  # float8_e4m3fn
+    scales: Any  # float32 [*outputs]
+
+    def matmul(self, x: jax.Array) -> jax.Array:
+        matrix = self.codes.reshape(-1, x.shape[1])
+        peaks = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1, keepdims=True)
+        row_scales = jnp.where(peaks == 0, 1, peaks * (1 / FLOAT8_MAX))
+        rows = (x / row_scales).astype(matrix.dtype)
+        rows = jnp.pad(rows, ((0, -len(x) % FLOAT8_ROWS), (0, 0)))
+        out = jax.lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+        out = out[: len(x)] * row_scales * self.scales.reshape(-1)
+        return out.astype(x.dtype).reshape(len(x), *self.scales.shape)
+
+    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
+        both = self.matmul(x)
+        both = both if bias is None else both + bias
+        return activation(both[..., 0]) * both[..., 1]
+
+    def rows(self, which: jax.Array) -> jax.Array:
+        codes = self.codes[which].astype(jnp.float32)
+        return codes * self.scales[which].reshape(-1, *(1,) * (codes.ndim - 1))
+
+
 @jax.jit
 def pack(codes: jax.Array) -> jax.Array:
     """Codes of 4 bits [..., inputs], two in a byte."""
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
-@partial(jax.jit, static_argnames=("bits", "group"))
-def quantize(matrix: Dense, bits: int, group: int) -> Quantized:
+@partial(jax.jit, static_argnames="to")
+def quantize(matrix: Dense, to: Rounding) -> Quantized:
     """The nearest codes: of 8 bits on both sides of zero, of 4 bits between a group's lowest and highest."""
+    if to.to_float:
+        return _to_float8(matrix)
+    bits, group = to.bits, to.group
     groups = matrix.array.astype(jnp.float32).reshape(*matrix.array.shape[:-1], -1, group)
     if bits == 8:
         scales, offsets = jnp.max(jnp.abs(groups), axis=-1) / 127, None
@@ -77,6 +112,16 @@ def quantize(matrix: Dense, bits: int, group: int) -> Quantized:
     return Quantized(
         codes if bits == 8 else pack(codes), scales, offsets, bits, num_outputs=matrix.num_outputs
     )
+
+
+def _to_float8(matrix: Dense) -> Quantized:
+    array = matrix.array.astype(jnp.float32)
+    inputs = tuple(range(matrix.num_outputs, array.ndim))
+    peaks = jnp.max(jnp.abs(array), axis=inputs, keepdims=True)
+    scales = jnp.where(peaks == 0, 1, peaks * (1 / FLOAT8_MAX))
+    codes = (array / scales).astype(jnp.float8_e4m3fn)
+    each = jnp.broadcast_to(scales, (*array.shape[:-1], 1))
+    return Quantized(codes, each, num_outputs=matrix.num_outputs)
 
 
 def _nearest(groups: jax.Array, scales: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from hex_llm.errors import ConfigError
 
 TP = "tp"
-RULES: dict[str, str] = {"vocab": TP, "kv_heads": TP, "ffn": TP}
+RULES: dict[str, str | None] = {"vocab": TP, "kv_heads": TP, "ffn": TP, "experts": None}
 PAGES = P(None, None, TP, None, None)  # [N, block, K, 2, H]
 
 

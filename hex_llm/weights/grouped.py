@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from hex_llm.weights.checkpoint import Slices
@@ -21,9 +22,12 @@ class Form(NamedTuple):
     group: int  # so many inputs share a scale and an offset
     zero: int = 0
     has_offsets: bool = False
+    is_float: bool = False  # codes are float8_e4m3fn, and all inputs of an output share its scale
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        if self.is_float:
+            return np.dtype(ml_dtypes.float8_e4m3fn)
         return np.dtype(np.uint8 if self.bits == 4 else np.int8)
 
 

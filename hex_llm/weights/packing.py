@@ -161,13 +161,16 @@ class QuantizedTensor:
 
     @property
     def form(self) -> Form | None:
-        """See grouped.GroupedTensor. None: codes of floats or of a table, or groups that are not in order."""
+        """See grouped.GroupedTensor. None: codes of a table, groups that are not in order, or floats with
+        several scales for an output."""
         if self.table is not None or self.groups is not None:
             return None
         if isinstance(self.codes, Packed):
             bits = self.codes.bits
         elif isinstance(self.codes, Plain) and self.codes.tensor.dtype == "I8":
             bits = 8
+        elif isinstance(self.codes, Plain) and self.codes.tensor.dtype == "F8_E4M3":
+            return Form(8, self.shape[1], is_float=True) if self.block[1] >= self.shape[1] else None
         else:
             return None
         if isinstance(self.zeros, int):

@@ -11,6 +11,7 @@ from typing import Any
 
 from hex_llm.errors import ModelError
 from hex_llm.models.hf_config import HFConfig, shown
+from hex_llm.weights.grouped import Form
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,14 @@ class Scheme:
     symmetric: bool = True  # there need not be zero points
     packed: bool = False  # several numbers in a word
     zeros_less: int = 0  # stored zero points are the true ones less this
+    is_float: bool = False
+
+    @property
+    def form(self) -> Form | None:
+        """As weights that are quantized here come to be like it; None: none do."""
+        if self.is_float:
+            return Form(8, group=0, is_float=True) if self.block[1] is None else None
+        return Form(self.bits, self.block[1] or 0, has_offsets=self.bits == 4)
 
     def __str__(self) -> str:
         outputs, inputs = self.block
@@ -93,12 +102,12 @@ def _bitsandbytes(c: HFConfig) -> tuple[Scheme, ...]:
 def _fp8(c: HFConfig) -> tuple[Scheme, ...]:
     _one_of("activation_scheme", c.get("activation_scheme", "dynamic"), "dynamic", "static")
     if c.get("weight_block_size") is None:
-        return Scheme(8, TENSOR), Scheme(8, CHANNEL)
-    return (Scheme(8, _block(c, "weight_block_size")),)
+        return Scheme(8, TENSOR, is_float=True), Scheme(8, CHANNEL, is_float=True)
+    return (Scheme(8, _block(c, "weight_block_size"), is_float=True),)
 
 
 def _fbgemm_fp8(c: HFConfig) -> tuple[Scheme, ...]:
-    return (Scheme(8, CHANNEL),)
+    return (Scheme(8, CHANNEL, is_float=True),)
 
 
 def _compressed_tensors(c: HFConfig) -> tuple[Scheme, ...]:
@@ -128,7 +137,8 @@ def _compressed_group(c: HFConfig, group: HFConfig) -> Scheme:
         "block": lambda: _block(weights, "block_structure"),
     }
     strategy = _one_of("strategy", weights.get("strategy", "tensor"), *strategies)
-    return Scheme(bits, blocks[strategy](), symmetric=weights.boolean("symmetric", True), packed=packed)
+    symmetric = weights.boolean("symmetric", True)
+    return Scheme(bits, blocks[strategy](), symmetric=symmetric, packed=packed, is_float=kind == "float")
 
 
 # By format: the types of numbers that it can hold.

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import transformers
+
 from hex_llm.engine.engine import Engine
 from hex_llm.engine.loading import build_engine, open_files
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.types import Request
 from tests.engine.driving import drive, fresh_engine, make_config, tokens
+from tests.models.test_quantized import BY_NAME, LLAMA, quantize
 from tests.tiny import FAMILIES, Tiny, default_model, greedy_tokens
 
 NUM_OUT = 12
@@ -26,6 +29,7 @@ BLOCK_SIZES = (8, 16, 32)
 NAMES = ("llama3", "gemma2-2b", "mixtral-8x7b", "qwen2-tied", "phi3-mini-128k-growing")
 FAST_NAMES = tuple(name for name in NAMES if name != "qwen2-tied")  # to the engine it is like llama3
 MODELS = [tiny for tiny in FAMILIES if tiny.name in NAMES]
+QUANTIZED = ("awq-64", "fbgemm-fp8")
 
 
 class Case(NamedTuple):
@@ -151,6 +155,16 @@ def judged_tiny(tiny: Tiny, folder: Path) -> Judged:
     model = tiny.save(folder)
     prompts = make_prompts(model.config.get_text_config().vocab_size, first=3)
     return Judged(folder, prompts, [greedy_tokens(model, prompt, NUM_OUT) for prompt in prompts])
+
+
+def judged_quantized(name: str, folder: Path) -> Judged:
+    """A tiny Llama in one of tests/weights/packers.py's formats; the judge has the expanded weights."""
+    LLAMA.save(folder / "model")
+    expanded = quantize(folder / "model", BY_NAME[name])
+    model = transformers.AutoModelForCausalLM.from_pretrained(expanded, attn_implementation="eager")
+    prompts = make_prompts(model.config.vocab_size, first=3)
+    expected = [greedy_tokens(model, prompt, NUM_OUT) for prompt in prompts]
+    return Judged(folder / "model", prompts, expected)
 
 
 def judged_default() -> Judged:

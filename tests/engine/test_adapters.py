@@ -51,7 +51,8 @@ def test_every_family_says_what_peft_says(tiny: Tiny, devices: int, tmp_path: Pa
 WIDE = Tiny("wide", "LlamaForCausalLM", {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 4])
 def test_over_a_quantized_base(devices: int, tmp_path: Path) -> None:
     """The judge has the weights that the codes stand for. One CPU rounds what they are multiplied with, too:
     there log-probabilities are compared, not tokens."""
@@ -77,7 +78,7 @@ def test_over_a_quantized_base(devices: int, tmp_path: Path) -> None:
 
 
 def round_weights(model: Any, devices: int) -> None:
-    """As --quantization=int8 does: to 127 steps on each side of zero, in groups of one device and one head."""
+    """As --quantization=int8 does: to 127 steps on each side of zero, in groups of one device and head."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("_proj.weight"):

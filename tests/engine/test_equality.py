@@ -12,9 +12,12 @@ from tests.engine.equality import (
     CHUNKS,
     FAST_NAMES,
     MODELS,
+    QUANTIZED,
     Case,
     Engines,
+    Judged,
     judged_default,
+    judged_quantized,
     judged_tiny,
     run_case,
     some_cases,
@@ -22,15 +25,19 @@ from tests.engine.equality import (
 from tests.tiny import Tiny
 
 
-def check(tiny: Tiny, folder: Path, cases: list[Case]) -> None:
-    judged, engines = judged_tiny(tiny, folder), Engines(folder)
+def check(name: str, judged: Judged, cases: list[Case]) -> None:
+    engines = Engines(judged.folder)
     compared = sum(run_case(judged, case, engines.engine(case)) for case in cases)
-    print(f"{tiny.name}: {len(cases)} cases, {compared} tokens compared, all equal")
+    print(f"{name}: {len(cases)} cases, {compared} tokens compared, all equal")
 
 
 @pytest.mark.parametrize(("name", "cases"), some_cases().items(), ids=FAST_NAMES)
 def test_some_of_the_matrix(name: str, cases: list[Case], tmp_path: Path) -> None:
-    check(next(tiny for tiny in MODELS if tiny.name == name), tmp_path, cases)
+    check(name, judged_tiny(next(tiny for tiny in MODELS if tiny.name == name), tmp_path), cases)
+
+
+def test_some_of_the_matrix_of_a_quantized_model(tmp_path: Path) -> None:
+    check("awq-64", judged_quantized("awq-64", tmp_path), [Case(7, 33, 8, True, 2, True)])
 
 
 @pytest.mark.slow
@@ -39,15 +46,21 @@ def test_some_of_the_matrix(name: str, cases: list[Case], tmp_path: Path) -> Non
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda t: t.name)
 def test_the_whole_matrix(tiny: Tiny, block_size: int, chunk: int | None, tmp_path: Path) -> None:
     cases = [case for case in ALL_CASES if (case.block_size, case.chunk) == (block_size, chunk)]
-    check(tiny, tmp_path, cases)
+    check(tiny.name, judged_tiny(tiny, tmp_path), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_whole_matrix_of_quantized_models(name: str, block_size: int, tmp_path: Path) -> None:
+    check(
+        name, judged_quantized(name, tmp_path), [case for case in ALL_CASES if case.block_size == block_size]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_the_whole_matrix_of_the_default_model(block_size: int, chunk: int | None) -> None:
-    judged = judged_default()
-    engines = Engines(judged.folder)
     cases = [case for case in ALL_CASES if (case.block_size, case.chunk) == (block_size, chunk)]
-    compared = sum(run_case(judged, case, engines.engine(case)) for case in cases)
-    print(f"SmolLM2: {len(cases)} cases, {compared} tokens compared, all equal")
+    check("SmolLM2", judged_default(), cases)

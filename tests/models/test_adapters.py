@@ -12,6 +12,7 @@ import pytest
 from hex_llm.models.adapters import Adapted, SlotMatrices, adaptable, module_names
 from hex_llm.models.families import model_spec
 from hex_llm.models.linear import Dense
+from hex_llm.models.params import Rounding
 from hex_llm.models.quantized import quantize
 from tests.kernels.lowering import lowered_for_gpus
 from tests.tiny import FAMILIES
@@ -28,7 +29,7 @@ def adapted(form: str, *outputs: int) -> Adapted:
 
     base: Any = Dense(normal(*outputs, WIDTH), len(outputs))
     slots = SlotMatrices(normal(NUM_SLOTS, RANKS, WIDTH), normal(*outputs, NUM_SLOTS, RANKS))
-    return Adapted(base if form == "dense" else quantize(base, 8, 16), slots, WHICH)
+    return Adapted(base if form == "dense" else quantize(base, Rounding(8, 16)), slots, WHICH)
 
 
 def merged(matrix: Adapted, row: int) -> Any:

@@ -9,18 +9,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from hex_llm.config import EngineConfig
-from hex_llm.engine.loading import open_checkpoint, open_files
+from hex_llm.engine.loading import open_checkpoint, open_files, rounding
 from hex_llm.errors import ConfigError, ModelError
+from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.weight_plan import WeightPlan, plan_weights
 from hex_llm.models.families import model_spec
 from hex_llm.models.linear import Dense
-from hex_llm.models.quantized import Quantized
+from hex_llm.models.quantized import Float8, Quantized
 from hex_llm.weights.checkpoint import Checkpoint
 from tests.engine.driving import make_config
 from tests.models.test_families import NUM_COMPARED, TOLERANCE, check_logits
@@ -108,12 +111,13 @@ def test_a_model_that_transformers_quantized(tmp_path: Path) -> None:
     check(tmp_path / "model", judge, LLAMA.prompt(), 1)
 
 
-@pytest.mark.parametrize(("flag", "devices"), [("int8", 1), ("int4", 4)])
+@pytest.mark.parametrize(("flag", "devices"), [("int8", 1), ("int4", 4), ("fp8", 4)])
 @pytest.mark.parametrize("tiny", [LLAMA, MIXTRAL], ids=lambda tiny: tiny.name)
 def test_plain_models_are_quantized_while_they_are_loaded(
     tiny: Tiny, flag: str, devices: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By numpy here: int8 on both sides of zero, int4 between the lowest and the highest of 32."""
+    """By torch here: int8 on both sides of zero, int4 between the lowest and the highest of 32, fp8 with a
+    scale for each output."""
     tiny.save(tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
     rounded = {
@@ -134,6 +138,9 @@ def test_plain_models_are_quantized_while_they_are_loaded(
 
 def rounded_by_groups(weight: torch.Tensor, flag: str, devices: int, name: str) -> torch.Tensor:
     """A group lies on one device and in one head."""
+    if flag == "fp8":
+        scale = weight.abs().amax(1, keepdim=True) * (1 / 448)
+        return (weight / scale).to(torch.float8_e4m3fn).float() * scale
     last = SIZES["hidden_size"] // 4 if name.endswith("o_proj.weight") else weight.shape[1]
     last = last // devices if name.endswith(("down_proj.weight", "w2.weight")) else last
     groups = weight.reshape(len(weight), -1, math.gcd({"int8": 128, "int4": 32}[flag], last))
@@ -145,10 +152,30 @@ def rounded_by_groups(weight: torch.Tensor, flag: str, devices: int, name: str) 
     return (torch.round((groups - low) / scale) * scale + low).reshape(weight.shape)
 
 
-def test_where_there_is_no_kernel_the_flag_is_refused() -> None:
-    spec = model_spec({"architectures": ["LlamaForCausalLM"], **BASE})
-    with pytest.raises(ConfigError, match="--quantization=int4: there is no kernel for it"):
-        plan_weights(spec, keeps=lambda form: form.bits == 8, quantization="int4")
+def test_products_of_floats_of_8_bits() -> None:
+    """Rows are rounded to 8 bits too, of which 4 are the number's own."""
+    rng = np.random.default_rng(0)
+    weights, x = rng.standard_normal((2, 24, 64)), rng.standard_normal((3, 64))
+    scales = np.abs(weights).max(-1) / 448
+    matrix = Float8(
+        jnp.asarray(weights / scales[..., None], jnp.float8_e4m3fn), jnp.asarray(scales, jnp.float32)
+    )
+    expected = np.einsum("td,abd->tab", x, weights)
+    got = matrix.matmul(jnp.asarray(x, jnp.bfloat16)).astype(jnp.float32)
+    assert np.abs(got - expected).max() < 0.04 * np.abs(expected).max()
+    rows = np.asarray(Float8(matrix.codes[0], matrix.scales[0]).rows(jnp.array([5, 1])))
+    np.testing.assert_allclose(rows, weights[0, [5, 1]], rtol=1 / 16, atol=1e-2)
+
+
+def test_where_there_is_no_kernel_the_flag_is_refused(tmp_path: Path) -> None:
+    LLAMA.save(tmp_path)
+    config = make_config(tmp_path, quantization="fp8")
+    kernels = choose_kernels(
+        model_spec({"architectures": ["LlamaForCausalLM"], **BASE}),
+        Devices("tpu", 1, 16, np.dtype("float32")),
+    )
+    with pytest.raises(ConfigError, match="--quantization=fp8: there is no kernel for it"):
+        rounding(config, open_files(config), kernels)
 
 
 @pytest.fixture(scope="module")
@@ -178,21 +205,21 @@ def test_none_expands(awq: Path) -> None:
     config = make_config(awq, quantization="none")
     spec, checkpoint = model_spec(open_files(config).config), opened(config)
 
-    def plan(flag: str | None) -> WeightPlan:
-        return plan_weights(spec, checkpoint, keeps=lambda form: True, quantization=flag)
+    def plan(keeps: bool) -> WeightPlan:
+        return plan_weights(spec, checkpoint, keeps=lambda form, routed: keeps)
 
-    assert isinstance(plan(None).weights.layers[0].qkv, Quantized)
-    assert isinstance(plan(None).weights.embed, Dense)
-    assert isinstance(plan("none").weights.layers[0].qkv, Dense)
-    assert not plan("none").parts
+    assert isinstance(plan(True).weights.layers[0].qkv, Quantized)
+    assert isinstance(plan(True).weights.embed, Dense)
+    assert isinstance(plan(False).weights.layers[0].qkv, Dense)
+    assert not plan(False).parts
 
 
 def test_a_flag_that_says_otherwise(awq: Path) -> None:
     config = make_config(awq, quantization="gptq")
     with pytest.raises(ConfigError, match=r"--quantization=gptq, but the model's config.json says awq: "):
         opened(config)
-    plain = make_config(awq.with_name("expanded"), quantization="fp8")
-    with pytest.raises(ConfigError, match="--quantization=fp8: the model's config names no quantization"):
+    plain = make_config(awq.with_name("expanded"), quantization="gptq")
+    with pytest.raises(ConfigError, match="--quantization=gptq: the model's config names no quantization"):
         opened(plain)
 
 

@@ -1,0 +1,138 @@
+"""Products with quantized matrices for GPUs, interpreted where there is none, against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hex_llm.kernels.gpu_quantized import MAX_ROWS, QuantizedWords, Tiling, multiply, tiling_for, to_words
+from tests.kernels.lowering import lowered_for_gpus
+
+Values = np.ndarray[Any, Any]
+
+
+class Case(NamedTuple):
+    bits: int
+    group: int
+    has_offsets: bool
+    zero: int
+    outputs: tuple[int, ...] = (70,)
+    num_inputs: int = 256
+
+
+CASES = {
+    "awq": Case(4, 128, True, 0),
+    "q4_0": Case(4, 32, False, 8),
+    "one zero, groups of half a block": Case(4, 64, False, 3, (5, 2, 7)),
+    "inputs that do not fill their words": Case(4, 32, True, 0, num_inputs=160),
+    "q8_0": Case(8, 32, False, 0),
+    "gptq of 8 bits": Case(8, 128, True, 0),
+    "one group": Case(8, 192, False, -3, num_inputs=192),
+}
+
+
+def made(case: Case) -> tuple[QuantizedWords, Values]:
+    """The matrix, and its weights [N, K]."""
+    rng = np.random.default_rng(0)
+    shape = *case.outputs, case.num_inputs
+    groups = *case.outputs, case.num_inputs // case.group
+    low, dtype = (0, np.uint8) if case.bits == 4 else (-128, np.int8)
+    codes = rng.integers(low, low + 2**case.bits, shape).astype(dtype)
+    scales = rng.uniform(0.5, 1, groups).astype(np.float16).astype(np.float32)
+    offsets = -rng.integers(0, 16, groups).astype(np.float32) * scales if case.has_offsets else None
+    matrix = to_words(
+        codes, scales, offsets, num_output_axes=len(case.outputs), bits=case.bits, zero=case.zero
+    )
+    weights = (codes.reshape(*groups, -1).astype(np.float64) - case.zero) * scales[..., None]
+    weights += 0 if offsets is None else offsets[..., None]
+    return matrix, weights.reshape(-1, case.num_inputs)
+
+
+def rows(num: int, num_inputs: int, dtype: Any) -> jax.Array:
+    return jnp.array(np.random.default_rng(1).standard_normal((num, num_inputs)), dtype)
+
+
+def check(got: jax.Array, x: jax.Array, weights: Values, tolerance: float) -> None:
+    expected = np.asarray(x.astype(jnp.float32), np.float64) @ weights.T
+    got = got.astype(jnp.float32).reshape(expected.shape)
+    assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_laid_out_is_what_it_was(name: str) -> None:
+    """Exactly, if scales and zero points have 16 bits."""
+    matrix, weights = made(CASES[name])
+    close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    close(matrix.expanded(jnp.float32), weights)
+    if len(matrix.outputs) == 1:
+        close(matrix.rows(jnp.array([3, 0])), weights[[3, 0]])
+
+
+def test_groups_without_a_scale_and_offsets_of_more_bits() -> None:
+    codes, scales = np.arange(64, dtype=np.uint8)[None] % 16, np.array([[0.0, 0.1]], np.float32)
+    offsets = np.array([[0.3, -0.4321]], np.float32)
+    matrix = to_words(codes, scales, offsets, num_output_axes=1, bits=4, zero=0)
+    expected = np.concatenate([np.full(32, 0.3), codes[0, 32:] * 0.1 - 0.4321])
+    np.testing.assert_allclose(matrix.expanded(jnp.float32)[0], expected, rtol=1e-3, atol=3e-4)
+
+
+@pytest.mark.parametrize("num_rows", [3, 100])
+@pytest.mark.parametrize("name", CASES)
+def test_products(name: str, num_rows: int) -> None:
+    """Up to 16 rows codes are exact; of more, weights are rounded as the activations are."""
+    case = CASES[name]
+    matrix, weights = made(case)
+    x = rows(num_rows, case.num_inputs, jnp.bfloat16 if case.has_offsets else jnp.float16)
+    out = matrix.matmul(x)
+    assert (out.shape, out.dtype) == ((num_rows, *case.outputs), x.dtype)
+    check(out, x, weights, 5e-3 if x.dtype == jnp.bfloat16 or num_rows > 16 else 1e-3)
+
+
+@pytest.mark.parametrize("tiling", [Tiling(16, 1, 4, 2), Tiling(128, 3, 8, 3)])
+def test_a_product_is_the_same_however_it_is_cut(tiling: Tiling) -> None:
+    case = CASES["awq"]._replace(num_inputs=640)
+    matrix, weights = made(case)
+    x = rows(150, case.num_inputs, jnp.bfloat16)
+    check(multiply(x, matrix, tiling), x, weights, 5e-3)
+
+
+@pytest.mark.parametrize(("num_rows", "dtype"), [(MAX_ROWS + 1, jnp.bfloat16), (3, jnp.float32)])
+def test_many_rows_and_float32_are_multiplied_by_what_is_expanded(num_rows: int, dtype: Any) -> None:
+    matrix, weights = made(CASES["awq"])
+    x = rows(num_rows, 256, dtype)
+    check(matrix.matmul(x), x, weights, 5e-3 if dtype == jnp.bfloat16 else 1e-5)
+
+
+def test_gates() -> None:
+    case = CASES["q4_0"]._replace(outputs=(24, 2))
+    matrix, weights = made(case)
+    x, bias = rows(3, case.num_inputs, jnp.bfloat16), rows(24, 2, jnp.float32)
+    gates, ups = np.moveaxis((np.asarray(x, np.float64) @ weights.T).reshape(3, 24, 2) + bias, 2, 0)
+    got = matrix.gated(x, jax.nn.relu, bias.astype(jnp.bfloat16))
+    expected = np.maximum(gates, 0) * ups
+    assert np.abs(got.astype(jnp.float32) - expected).max() <= 2e-2 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 128, 256])
+@pytest.mark.parametrize("shape", [(6144, 32), (4096, 112), (28672, 32), (64, 1)])
+def test_tilings_have_work_for_every_split(num_rows: int, shape: tuple[int, int]) -> None:
+    tiling = tiling_for(num_rows, *shape)
+    assert 1 <= tiling.splits <= shape[1]
+    assert 16 <= tiling.rows <= 128
+
+
+@pytest.mark.parametrize("num_rows", [1, 64])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["awq", "q8_0"])
+def test_lowers_for_gpus(name: str, dtype: Any, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hex_llm.kernels.gpu_kernel.interpreted", lambda: False)
+    monkeypatch.setattr("hex_llm.kernels.gpu_quantized.interpreted", lambda: False)
+    matrix, _ = made(CASES[name])
+    text = lowered_for_gpus(lambda x: matrix.matmul(x), rows(num_rows, 256, dtype))
+    assert "sub.rn.bf16x2" in text if dtype == jnp.bfloat16 else "sub.rn.f16x2" in text
+    assert ("fma.rn" in text) == (num_rows > 16)
