@@ -116,7 +116,9 @@ def described(
     logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
 
     rows = _ints(3, context.max_choices)
-    head = (adapters[HEAD],) if adapters else ()
+
+    def lm_head(num_rows: int) -> Any:
+        return Adapted(weights.lm_head, adapters[HEAD], _ints(num_rows)) if adapters else weights.lm_head
 
     def logits(num_rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_rows, spec.vocab_size), jnp.float32, sharding=logits_lie)
@@ -132,9 +134,8 @@ def described(
             arguments = (weights, pages, slots, _ints(key.packed_size), *((adapters,) if key.adapted else ()))
             return ProgramSpec(step, arguments, (1, 2), results)
         case Logits(num_rows):
-            last = partial(last_logits, num_rows=num_rows, context=context)
-            held = (weights.lm_head, hidden(context.max_choices), slots, rows, *head)
-            return ProgramSpec(last, held, (), logits_lie)
+            last = partial(row_logits, num_rows=num_rows, spec=spec)
+            return ProgramSpec(last, (lm_head(num_rows), hidden(context.max_choices)), (), logits_lie)
         case Choose(num_rows, variant):
             chosen = partial(choose_tokens, layout=layout, variant=variant)
             return ProgramSpec(chosen, (slots, logits(num_rows), rows), (0,), (whole, whole))
@@ -151,8 +152,7 @@ def described(
             return ProgramSpec(write, (slots, _ints(num_rows), values), (0,), whole)
         case PromptLogprobs(num_rows):
             logprobs = partial(prompt_logprobs, spec=spec)
-            of_tokens = (hidden(num_rows), _ints(num_rows), _ints(num_rows))
-            return ProgramSpec(logprobs, (weights.lm_head, *of_tokens, *head), (), whole)
+            return ProgramSpec(logprobs, (lm_head(num_rows), hidden(num_rows), _ints(num_rows)), (), whole)
         case WriteAdapter():
             assert context.adapters is not None
             held = (adapters, context.adapters.described(), _ints())
@@ -195,31 +195,18 @@ def forward(
     hidden, pages = decoder.forward(spec, weights, x, parts.rope_lengths, pages, batch, attend, fused_moe)
     more = (0, max_choices - shape.num_rows)
     last = hidden[parts.last_tokens]
-    last = row_logits(lm_head, last, spec) if shape.gives_logits else jnp.pad(last, (more, (0, 0)))
+    if shape.gives_logits:
+        last = row_logits(lm_head, last, num_rows=shape.num_rows, spec=spec)
+    else:
+        last = jnp.pad(last, (more, (0, 0)))
     rows = jnp.pad(jnp.stack([parts.slots, parts.chosen_slots, last_places + 1]), ((0, 0), more))
     return last, rows, hidden, pages, slots
 
 
-def last_logits(
-    lm_head: Matrix,
-    last: jax.Array,
-    slots: jax.Array,
-    rows: jax.Array,
-    adapters: SlotMatrices | None = None,
-    *,
-    num_rows: int,
-    context: ProgramContext,
-) -> jax.Array:
-    """As row_logits, of the first rows of what a step left."""
-    if adapters is not None:
-        lm_head = Adapted(lm_head, adapters, SlotRows(context.layout, slots, rows[0, :num_rows]).adapters())
-    return row_logits(lm_head, last[:num_rows], context.spec)
-
-
-def row_logits(lm_head: Matrix, last: jax.Array, spec: ModelSpec) -> jax.Array:
-    """float32 [R, V], filled up with zeros to a number of rows that tokens are chosen for."""
-    logits = decoder.logits(spec, lm_head, last)
-    return jnp.pad(logits, ((0, num_choices(len(last)) - len(last)), (0, 0)))
+def row_logits(lm_head: Matrix, last: jax.Array, *, num_rows: int, spec: ModelSpec) -> jax.Array:
+    """float32 [R, V] of the first rows, filled up with zeros to a number that tokens are chosen for."""
+    logits = decoder.logits(spec, lm_head, last[:num_rows])
+    return jnp.pad(logits, ((0, num_choices(num_rows) - num_rows), (0, 0)))
 
 
 def choose_tokens(
@@ -249,17 +236,9 @@ def add_logprobs(logits: jax.Array, choices: jax.Array) -> jax.Array:
 
 
 def prompt_logprobs(
-    lm_head: Matrix,
-    hidden: jax.Array,
-    following: jax.Array,
-    which: jax.Array,
-    adapters: SlotMatrices | None = None,
-    *,
-    spec: ModelSpec,
+    lm_head: Matrix, hidden: jax.Array, following: jax.Array, *, spec: ModelSpec
 ) -> jax.Array:
-    """hidden [N, D] of some tokens, following [N] the tokens after them -> these, packed (results.py).
-    `which` [N]: their adapters' slots."""
-    lm_head = lm_head if adapters is None else Adapted(lm_head, adapters, which)
+    """hidden [N, D] of some tokens, following [N] the tokens after them -> these, packed (results.py)."""
     return pack_tokens(Chosen(following, *logprobs_of(decoder.logits(spec, lm_head, hidden), following)))
 
 

@@ -50,7 +50,8 @@ from hex_llm.execution.results import TOKEN, Choices
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import cpu
-from hex_llm.models.adapters import HEAD, SlotMatrices, Slots
+from hex_llm.models.adapters import HEAD, Adapted, Slots
+from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES
@@ -112,7 +113,7 @@ class Runner:
         self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
         # Of each slot, as plain numbers: flags are slow to combine.
         self._features = [0] * self.layout.num_slots
-        self._adapted = [False] * self.layout.num_slots
+        self._adapters_of = [0] * self.layout.num_slots
         # Where branches cost little, one program chooses tokens, whatever is wanted.
         self.branches = self._platform != "gpu"
         self.num_late_compiles = 0
@@ -138,13 +139,15 @@ class Runner:
 
     def _dispatch(self, plan: StepPlan) -> InFlight:
         shape = self.paddings.shape(plan)
-        if self.adapters and any(self._adapted[chunk.slot] for chunk in plan.chunks):
+        adapters = [self._adapters_of[chunk.slot] for chunk in plan.chunks] if self.adapters else []
+        if any(adapters):
             shape = shape._replace(adapted=True)
         with self.recorder.phase("pack"):
             packed = pack(plan, shape, self.config.block_size)
         logits, rows, hidden = self._run(shape, packed)
         if not shape.gives_logits:
-            logits = self._logits(Logits(self.paddings.num_rows(len(plan.chunks))), logits, rows)
+            num_rows = self.paddings.num_rows(len(plan.chunks))
+            logits = self.program(Logits(num_rows))(self._lm_head(num_rows, adapters), logits)
         features = Features(reduce(or_, (self._features[chunk.slot] for chunk in plan.chunks)))
         choices = self._choose(logits, rows, features)
         choices.copy_to_host_async()
@@ -155,13 +158,12 @@ class Runner:
         last, rows, hidden, self.pages, self.slots = self.program(shape)(*given)
         return last, rows, hidden
 
-    def _logits(self, key: Logits, last: jax.Array, rows: jax.Array) -> jax.Array:
-        logits: jax.Array = self.program(key)(self.weights.lm_head, last, self.slots, rows, *self._head_slots)
-        return logits
-
-    @property
-    def _head_slots(self) -> tuple[SlotMatrices, ...]:
-        return (self.adapters[HEAD],) if self.adapters else ()
+    def _lm_head(self, num_rows: int, adapters: Sequence[int] = ()) -> Matrix:
+        """For rows whose adapters are in these slots; the others have none."""
+        if not self.adapters:
+            return self.weights.lm_head
+        which = _padded(np.array(adapters, np.int32), num_rows)
+        return Adapted(self.weights.lm_head, self.adapters[HEAD], which)
 
     def _choose(self, logits: jax.Array, rows: jax.Array, features: Features) -> jax.Array:
         num_rows, adjusted = len(logits), logits
@@ -194,11 +196,10 @@ class Runner:
     def logprobs_of(self, hidden: npt.NDArray[Any], following: Ints, adapter: int = 0) -> npt.NDArray[Any]:
         """Rows of results.TOKEN: of a token behind each hidden state, by the adapter in this slot."""
         program, pieces = self.program(PromptLogprobs(PROMPT_ROWS)), [np.zeros(0, TOKEN)]
+        lm_head = self._lm_head(PROMPT_ROWS, [adapter] * PROMPT_ROWS)
         for i in range(0, len(following), PROMPT_ROWS):
             part = [_padded(x[i : i + PROMPT_ROWS], PROMPT_ROWS) for x in (hidden, following)]
-            which = np.full(PROMPT_ROWS, adapter, np.int32)
-            told = program(self.weights.lm_head, *part, which, *self._head_slots)
-            rows = np.asarray(told).view(TOKEN)[:, 0]
+            rows = np.asarray(program(lm_head, *part)).view(TOKEN)[:, 0]
             pieces.append(rows[: len(following) - i])
         return np.concatenate(pieces)
 
@@ -206,7 +207,7 @@ class Runner:
         """Whole rows of slots, before the next step."""
         for slot, record in records:
             self._features[slot] = int(self.layout.features(record))
-            self._adapted[slot] = self.layout.has_adapter(record)
+            self._adapters_of[slot] = self.layout.adapter_of(record)
         self._write("all", records)
 
     def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
@@ -363,7 +364,7 @@ class Runner:
             if shape.gives_logits:
                 choose(last)
         for key in self._logits_programs():
-            choose(self._logits(key, last, rows))
+            choose(self.program(key)(self._lm_head(key.num_rows), last))
         jax.block_until_ready(self.slots)
 
     def _run_padding(self, shape: StepShape) -> tuple[jax.Array, jax.Array]:

@@ -122,8 +122,8 @@ class SlotLayout:
             _sampling(self, row[None, : self.num_scalars], lambda bits: bits.view(np.float32))
         )
 
-    def has_adapter(self, row: Ints) -> bool:
-        return bool(row[self.columns["adapter"]].any())
+    def adapter_of(self, row: Ints) -> int:
+        return int(row[self.columns["adapter"].start])
 
     def empty(self) -> Ints:
         """The rows of all slots before anything runs; padding is greedy."""

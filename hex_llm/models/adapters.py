@@ -41,7 +41,7 @@ class Adapted:
 
     base: Any
     slots: SlotMatrices
-    which: jax.Array  # [T]: each row's slot, counted from 1; 0: it has no adapter
+    which: Any  # int32 [T]: each row's slot, counted from 1; 0: it has no adapter
 
     def matmul(self, x: jax.Array) -> jax.Array:
         ranks = self._of_own_slot(Dense(self.slots.down, num_outputs=2).matmul(x))
