@@ -81,8 +81,9 @@ def test_groups_without_a_scale_and_offsets_of_more_bits() -> None:
     np.testing.assert_allclose(matrix.expanded(jnp.float32)[0], expected, rtol=1e-3, atol=3e-4)
 
 
-@pytest.mark.parametrize("num_rows", [3, 100])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "num_rows"), [*((name, 3) for name in CASES), ("awq", 100), ("q4_0", 100), ("q8_0", 100)]
+)
 def test_products(name: str, num_rows: int) -> None:
     """Up to 16 rows codes are exact; of more, weights are rounded as the activations are."""
     case = CASES[name]
