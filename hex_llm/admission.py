@@ -11,13 +11,13 @@ from collections.abc import Collection
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, Unpack
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.sampling_params import MAX_INT, MAX_LOGPROBS, SamplingParams, is_unicode
 from hex_llm.text.bad_words import bad_word_ids
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import Pooling, Request
+from hex_llm.types import Pooling, Request, RequestOptions
 
 NO_POOLING = Pooling()
 MAX_SALT = 4096  # characters
@@ -41,6 +41,7 @@ class Limits:
     pooling: Pooling = NO_POOLING
     generates: bool = True
     max_logprobs: int = MAX_LOGPROBS
+    max_adapters: int = 0  # on the devices at a time; 0: requests have none
 
     @property
     def longest(self) -> int:
@@ -54,13 +55,12 @@ def make_request(
     params: SamplingParams,
     limits: Limits,
     tokenizer: Tokenizer | None = None,
-    *,
-    priority: int = 0,
-    cache_salt: str = "",
+    **options: Unpack[RequestOptions],
 ) -> Request:
     """Raises InvalidRequest, which names the field."""
     prompt_ids = _truncated(prompt_ids, params, limits)
-    request = Request(request_id, prompt_ids, params, priority, cache_salt, _bad_word_ids(params, tokenizer))
+    bad_words = _bad_word_ids(params, tokenizer)
+    request = Request(request_id, prompt_ids, params, bad_word_ids=bad_words, **options)
     check_request(request, limits)
     return request
 
@@ -78,6 +78,8 @@ def check_request(request: Request, limits: Limits) -> None:
         raise InvalidRequest(limits.pooling.problem, "model")
     if params.pooling is None and not limits.generates:
         raise InvalidRequest("this server generates nothing (--runner)", "model")
+    if request.adapter is not None and not limits.max_adapters:
+        raise InvalidRequest("adapters are off (--enable_lora)", "model")
     _check_prompt(request.prompt_ids, limits)
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits)

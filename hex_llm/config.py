@@ -8,96 +8,18 @@ README's table from that. A config is checked when it is made and never changed;
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
-from hex_llm.errors import ConfigError, one_line
+from hex_llm.errors import ConfigError
+from hex_llm.flag_fields import MAX_INT, flag, flags_of
 
-MAX_INT = 2**31 - 1
 HEX_LLM_PREFILL_PADDING = 512  # its default of prefill_len_padding
 # Of the host's memory, for all sequences that wait or run; and what one costs in both processes together.
 QUEUE_SHARE = 0.1
 BYTES_PER_TOKEN = 80
 BYTES_PER_SEQUENCE = 20_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """All that is known of one field. A default of None means that the field may be left unset."""
-
-    name: str = ""  # `name` and `kind` are filled in from the field
-    kind: type = str
-    default: Any
-    unset: str = "none"  # what a default of None stands for, in words
-    group: str
-    help: str
-    choices: tuple[Any, ...] = ()
-    low: int = 1  # the range of a number; a float must lie above `low`
-    high: int = MAX_INT
-    pattern: str = r".*\S.*"  # of a text; `form` says it in words
-    form: str = ""
-    aliases: tuple[str, ...] = ()  # other programs' names for the same thing
-    deprecated: tuple[str, ...] = ()  # first-generation names
-    # Names that are written as booleans, with this flag's values for true and false.
-    switches: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    env: tuple[str, ...] = ()  # the first one that is set counts
-    secret: bool = False  # never printed
-    pending: str = ""  # features, not built yet, that a value other than the default asks for
-
-    def allowed(self) -> str:
-        """The allowed values in words that follow "must be"."""
-        if self.form or self.choices:
-            return self.form or f"one of {', '.join(map(str, self.choices))}"
-        return {
-            bool: "true or false",
-            int: f"a whole number from {self.low} to {'2^31-1' if self.high == MAX_INT else self.high}",
-            float: f"a number above {self.low} and at most {self.high}",
-            str: "a non-empty string",
-        }[self.kind]
-
-    def allows(self, value: Any) -> bool:
-        if value is None:
-            return self.default is None
-        # bool is a subclass of int, so only the exact type tells True from 1.
-        if type(value) not in ((int, float) if self.kind is float else (self.kind,)):
-            return False
-        if self.choices:
-            return value in self.choices
-        if self.kind is str:
-            return re.fullmatch(self.pattern, value, re.DOTALL) is not None
-        if self.kind is float:
-            return bool(self.low < value <= self.high)
-        return self.kind is bool or bool(self.low <= value <= self.high)
-
-    def shown(self, value: Any) -> str:
-        """`value` for a message: on one line, not too long, and never a secret."""
-        text = one_line("***" if self.secret and value else str(value))
-        return text if len(text) <= 80 else f"{text[:80]}..."
-
-    def check(self, value: Any, label: str = "") -> None:
-        """Raises ConfigError for a value that is not allowed or not built; `label` is where it was given."""
-        label = label or f"--{self.name}"
-        if not self.allows(value):
-            raise ConfigError(f"{label}={self.shown(value)}: must be {self.allowed()}")
-        if self.pending and value != self.default:
-            raise ConfigError(f"{label}: {self.pending} are not built yet")
-
-
-def flag(group: str, default: Any, help: str, **properties: Any) -> Any:
-    """A dataclass field that is also a flag; `properties` are further fields of Flag."""
-    described = Flag(group=group, default=default, help=help, **properties)
-    return field(default=default, repr=not described.secret, metadata={"flag": described})
-
-
-def flags_of(config: type) -> tuple[Flag, ...]:
-    hints = get_type_hints(config)
-    # The hint of an optional field is `kind | None`.
-    kinds = {name: next(iter(get_args(hint)), hint) for name, hint in hints.items()}
-    return tuple(replace(f.metadata["flag"], name=f.name, kind=kinds[f.name]) for f in fields(config))
 
 
 def check_fields(config: EngineConfig | ServerConfig) -> None:
@@ -346,13 +268,24 @@ class EngineConfig:
         pending="other types of the KV cache",
     )
 
-    enable_lora: bool = lora_flag(False, "Let each request name an adapter.", pending="per-request adapters")
-    max_lora_rank: int = lora_flag(16, "The largest rank of an adapter.", pending="per-request adapters")
-    enable_lora_cache: bool = lora_flag(
-        True, "Keep downloaded adapter files.", pending="per-request adapters"
-    )
+    enable_lora: bool = lora_flag(False, "Let each request name an adapter.")
+    max_lora_rank: int = lora_flag(16, "The largest rank of an adapter.")
+    max_loras: int = lora_flag(8, "The most adapters in one step: those kept in device memory.")
     max_num_mem_cached_lora: int = lora_flag(
-        16, "The most adapters kept in device memory.", aliases=("max_loras",), pending="per-request adapters"
+        16, "The most adapters kept in the host's memory.", aliases=("max_cpu_loras",)
+    )
+    enable_lora_cache: bool = lora_flag(True, "Keep downloaded adapter files.")
+    lora_modules: str | None = lora_flag(
+        None,
+        "Adapters by name: name=place, several with commas or spaces between them, or vLLM's JSON.",
+        many=True,
+    )
+    allowed_lora_sources: str = lora_flag(
+        "gs://,hf://",
+        "Where requests may name adapters from, with commas: gs:// or a part of it, hf:// (the hub) or one "
+        "owner there, and local folders, which begin with /.",
+        pattern=r"(gs://|hf://|/)[^,]*(,(gs://|hf://|/)[^,]*)*",
+        form="a list of gs://..., hf://... and /folder",
     )
 
     def __post_init__(self) -> None:
@@ -387,7 +320,9 @@ class ServerConfig:
         None, "The model's name in requests and answers.", unset="the value of --model", env=("MODEL_ID",)
     )
     strict_model_name: bool = server_flag(
-        False, "Refuse requests that name another model than --served_model_name; else any name is taken."
+        False,
+        "Refuse requests that name another model than --served_model_name, as is always done with "
+        "--enable_lora; else any name is taken.",
     )
     uds: str | None = server_flag(None, "A unix socket to listen on, instead of an address.")
     root_path: str | None = server_flag(
@@ -433,6 +368,11 @@ class ServerConfig:
         None,
         "The format of the model's reasoning, by vLLM's names; none: it is part of the answer.",
         unset="found out from the chat template",
+    )
+    allow_runtime_lora_updating: bool = server_flag(
+        False,
+        "Have /v1/load_lora_adapter and /v1/unload_lora_adapter, by which adapters get names.",
+        env=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
     )
     trust_request_chat_template: bool = server_flag(
         False, "Let requests bring a chat template, which is code: sandboxed, but not limited in time."

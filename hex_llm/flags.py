@@ -18,8 +18,9 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-from hex_llm.config import EngineConfig, Flag, ServerConfig, flags_of
+from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.errors import ConfigError, one_line
+from hex_llm.flag_fields import Flag, flags_of
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,8 @@ def read_flag(token: str, rest: deque[str], given: Given) -> None:
         raise ConfigError(f"{label}: needs a value, {spelling.flag.allowed()}")
     else:
         value = convert(rest.popleft(), spelling)
+    while spelling.flag.many and rest and "=" in rest[0] and not rest[0].startswith("-"):
+        value += f",{rest.popleft()}"
     given.take(spelling, value, label)
 
 

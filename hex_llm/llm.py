@@ -10,9 +10,9 @@ from typing import Any
 from tqdm import tqdm
 
 from hex_llm.admission import make_request
-from hex_llm.config import MAX_INT
 from hex_llm.engine.loading import load_engine
 from hex_llm.errors import ConfigError, InvalidRequest
+from hex_llm.flag_fields import MAX_INT
 from hex_llm.flags import engine_config_from_kwargs
 from hex_llm.frontend.outputs import OutputCollector, for_engine, raise_failure
 from hex_llm.frontend.pooling import check_dimensions, embedding, pooling_params
@@ -20,7 +20,9 @@ from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, Update
+from hex_llm.weights.adapter_source import AdapterNames, local_or_remote
 
+Adapters = str | Path | ListLike[str | Path | None] | None
 Params = SamplingParams | ListLike[SamplingParams] | None
 
 
@@ -38,7 +40,9 @@ class LLM:
         named = {} if model is None else {"model": str(model)}
         # Whoever calls has all prompts in his own memory already: there is nobody to turn away.
         defaults = {"warmup": False, "max_concurrent_requests": MAX_INT, "allow_priority": True}
-        self.config = engine_config_from_kwargs(**{**defaults, **named, **flags})
+        anywhere = {"allowed_lora_sources": "gs://,hf://,/"}  # likewise
+        self.config = engine_config_from_kwargs(**{**defaults, **anywhere, **named, **flags})
+        self._adapters = AdapterNames(self.config)
         self.engine, self.tokenizer = load_engine(self.config, progress=True)
 
     def generate(
@@ -49,9 +53,14 @@ class LLM:
         prompt_token_ids: ListLike[ListLike[int]] | None = None,
         priority: ListLike[int] | None = None,
         cache_salt: str = "",
+        lora_request: Adapters = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One output for each prompt, in order; `prompts` are texts, `prompt_token_ids` need no tokenizer."""
+        """One output for each prompt, in order; `prompts` are texts, `prompt_token_ids` need no tokenizer.
+
+        `lora_request`: an adapter's folder, its id on the hub or its name (--lora_modules), for all prompts;
+        or a list with one for each, None for the model itself.
+        """
         texts: list[str | None]
         ids: list[ListLike[int]]
         if (prompts is None) == (prompt_token_ids is None):
@@ -63,13 +72,15 @@ class LLM:
             texts = [prompts] if isinstance(prompts, str) else list(prompts)
             ids = [self._tokenizer().encode(str(text)) for text in texts]
         order = [0] * len(ids) if priority is None else priority
-        return self._run(self._collectors(texts, ids, sampling_params, order, cache_salt), use_tqdm)
+        collectors = self._collectors(texts, ids, sampling_params, order, cache_salt, lora_request)
+        return self._run(collectors, use_tqdm)
 
     def chat(
         self,
         messages: ListLike[Any],
         sampling_params: Params = None,
         *,
+        lora_request: Adapters = None,
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[RequestOutput]:
@@ -78,7 +89,8 @@ class LLM:
         tokenizer = self._tokenizer()
         prompts = [encode_chat(tokenizer, talk, **options) for talk in talks]
         texts, ids = [text for text, _ in prompts], [ids for _, ids in prompts]
-        return self._run(self._collectors(texts, ids, sampling_params, [0] * len(ids)), use_tqdm)
+        collectors = self._collectors(texts, ids, sampling_params, [0] * len(ids), adapters=lora_request)
+        return self._run(collectors, use_tqdm)
 
     def embed(
         self,
@@ -111,19 +123,23 @@ class LLM:
         params: Params,
         priority: ListLike[int],
         cache_salt: str = "",
+        adapters: Adapters = None,
     ) -> list[OutputCollector]:
         """One for each prompt; nothing has begun yet, so a bad one leaves nothing behind."""
         each = params if isinstance(params, ListLike) else [params or SamplingParams()] * len(ids)
-        for name, values in (("sampling_params", each), ("priority", priority)):
+        own = [adapters] * len(ids) if isinstance(adapters, str | Path | None) else adapters
+        for name, values in (("sampling_params", each), ("priority", priority), ("lora_request", own)):
             if len(values) != len(ids):
                 raise InvalidRequest(f"{len(values)} {name} for {len(ids)} prompts", name)
         make = partial(
             make_request, limits=self.engine.limits, tokenizer=self.tokenizer, cache_salt=cache_salt
         )
-        return [
-            OutputCollector(make(f"llm-{i}", ids[i], each[i], priority=priority[i]), self.tokenizer, text)
-            for i, text in enumerate(texts)
+        refs = [None if one is None else self._adapters.resolve(local_or_remote(str(one))) for one in own]
+        requests = [
+            make(f"llm-{i}", ids[i], each[i], priority=priority[i], adapter=refs[i]) for i in range(len(ids))
         ]
+        pairs = zip(requests, texts, strict=True)
+        return [OutputCollector(request, self.tokenizer, text) for request, text in pairs]
 
     def _run(self, collectors: list[OutputCollector], use_tqdm: bool) -> list[RequestOutput]:
         by_id = {collector.request.request_id: collector for collector in collectors}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import msgspec
 
@@ -27,6 +27,13 @@ class FinishReason(StrEnum):
 # ---- what goes into the engine, and what comes out
 
 
+class AdapterRef(NamedTuple):
+    """An adapter that a request names."""
+
+    name: str  # as it is told
+    source: str  # where its files are: gs://..., a hub's id, or a folder
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt, as the engine takes it."""
@@ -39,6 +46,15 @@ class Request:
     bad_word_ids: list[list[int]] = field(default_factory=list)  # params.bad_words as token ids
     # What else changes KV, by the position from which on: an adapter at 0, an image at its place.
     extra_keys: dict[int, str] = field(default_factory=dict)
+    adapter: AdapterRef | None = None
+
+
+class RequestOptions(TypedDict, total=False):
+    """Those fields of a request that front ends pass on as they are."""
+
+    priority: int
+    cache_salt: str
+    adapter: AdapterRef | None
 
 
 class TokenLogprobs(NamedTuple):
@@ -66,7 +82,7 @@ class Update(msgspec.Struct, array_like=True):
     stop_token_id: int | None = None  # the one of params.stop_token_ids that ended it
     error: str = ""  # what went wrong, with FinishReason.ERROR
     param: str | None = None  # the field of the request that is at fault, if one is
-    is_busy: bool = False  # nothing is at fault: there was too much else to do
+    kind: str = ""  # the name of the error's class, where that says more than `param` does
     pooled: bytes = b""  # float32s: the vector that params.pooling asks for
     num_preempted: int = 0  # in all, with a finish_reason
 
@@ -97,7 +113,7 @@ class CompletionOutput:
     logprobs: list[Logprobs] | None = None
     error: str = ""
     error_param: str | None = None  # the field of the request that caused it, if one did
-    error_is_busy: bool = False  # there was too much else to do: later it may go well
+    error_kind: str = ""  # the name of its class, where that says more than the field does
 
 
 @dataclass

@@ -3,14 +3,16 @@ from pathlib import Path
 
 import pytest
 
-from hex_llm.config import EngineConfig, ServerConfig, flags_of
+from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.errors import ConfigError
+from hex_llm.flag_fields import flags_of
 
 SERVER_DEFAULTS = {
     "tool_call_parser": None,
     "enable_auto_tool_choice": True,
     "reasoning_parser": None,
     "trust_request_chat_template": False,
+    "allow_runtime_lora_updating": False,
     "predict_route": None,
     "health_route": None,
     "log_format": "text",
@@ -89,7 +91,10 @@ ENGINE_DEFAULTS = {
     "enable_lora": False,
     "max_lora_rank": 16,
     "enable_lora_cache": True,
+    "max_loras": 8,
     "max_num_mem_cached_lora": 16,
+    "lora_modules": None,
+    "allowed_lora_sources": "gs://,hf://",
 }
 
 
@@ -122,7 +127,8 @@ def test_defaults_are_those_of_the_contract(config: EngineConfig | ServerConfig,
         ({"dtype": "float64"}, "--dtype=float64: must be one of auto, float32, bfloat16, float16"),
         ({"dtype": "a\nb"}, "--dtype='a\\nb': must be one of auto, float32, bfloat16, float16"),
         ({"disagg_topo": "0,1"}, None),
-        ({"enable_lora": True}, "--enable_lora: per-request adapters are not built yet"),
+        ({"data_parallel_size": 2}, "--data_parallel_size: data-parallel replicas are not built yet"),
+        ({"allowed_lora_sources": "relative"}, None),
     ],
 )
 def test_engine_refuses_a_wrong_value(values: dict, message: str | None) -> None:

@@ -51,6 +51,30 @@ def test_a_layer_of_every_model_lowers_with_the_kernel(name: str) -> None:
     assert "not known" in tpu_compile.line(row)
 
 
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b"])
+def test_a_step_with_adapters_lowers(name: str) -> None:
+    options = Namespace(layers=1, layouts="default", dump=None)
+    sizes = Sizes(batch=8, context=64, prefill=64, tokens=4096, block_size=32, max_len=4096)
+    row = tpu_compile.run_here(f"{name}/adapted", sizes, options, can_compile=False)
+    assert not row.fault
+    assert "1 calls of the kernel" in row.exchanges
+
+
+def test_what_adapters_exchange() -> None:
+    """No weight moves, and their sums travel with those of the step."""
+    spec = model_spec(TINY, max_model_len=64).split_over(4)
+    mesh = make_mesh(4, jax.devices("cpu"))
+    seen: Any = tpu_compile.abstract_mesh(MODELS["llama-3.1-8b"])
+    layout = SlotLayout(SMALL.batch + 1, SMALL.max_len, spec.vocab_size, table_width=4)
+    kernels = (
+        programs.split_by_head(reference.paged_attention, seen),
+        programs.split_by_width(experts.dense, seen),
+    )
+    setting = programs.ProgramContext(spec, mesh, layout, SMALL.batch, *kernels)
+    compiled = tpu_compile.described(setting, SMALL)["adapted"].traced("default").lower().compile().as_text()
+    assert tpu_compile.collectives(compiled) == {"all-reduce": 7}
+
+
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "llama-4-scout"])
 def test_experts_of_many_tokens_lower_with_their_kernel(name: str) -> None:
     options = Namespace(layers=1, layouts="default", dump=None)

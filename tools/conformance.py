@@ -50,7 +50,7 @@ FOLDERS = {
 }
 FILES = [f"{folder}/test_{name}.py" for folder, names in FOLDERS.items() for name in names.split()]
 # Left out of what the tests tell a server: what says nothing about its answers and costs a CPU its time, what
-# is of devices or of vLLM's own parts, and adapters, which are not built.
+# is of devices or of vLLM's own parts, and adapters, whose files are not here.
 LAUNCHER = """#!{python}
 import os, sys
 WITH_VALUE = {{

@@ -40,6 +40,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.execution import programs
+from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import StepShape, num_choices
 from hex_llm.execution.programs import ProgramSpec
 from hex_llm.execution.slots import SlotLayout
@@ -51,6 +52,7 @@ from tools.tpu_models import MODELS, Chip, Model
 from tools.tpu_parts import parts
 
 DTYPE = jnp.bfloat16
+ADAPTERS = (16, 16)  # slots, and ranks of each
 LARGE = 1 << 20  # elements of a parameter whose copies matter
 SUMS, MOVES = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all", "collective-permute")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
@@ -91,7 +93,8 @@ class Sizes(NamedTuple):
 
 
 def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Program]:
-    """The step that decodes, the one that prefills two prompts, the logits and the choice of tokens."""
+    """The step that decodes, without and with adapters, the one that prefills two prompts, the logits and the
+    choice of tokens."""
     spec, mesh, layout = setting.spec, setting.mesh, setting.layout
     num_blocks = -(-sizes.tokens // sizes.block_size) + 1
     shape = (num_blocks, sizes.block_size, spec.num_kv_heads, 2, tpu.padded_head_dim(spec.head_dim))
@@ -102,24 +105,32 @@ def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Progr
     held: Any = (described_weights(spec, mesh), [page] * len(spec.layers), slots)
     keys: dict[str, programs.Key] = {
         "decode": StepShape(sizes.batch, sizes.batch, 0),
+        "adapted": StepShape(sizes.batch, sizes.batch, 0, adapted=True),
         "prefill": StepShape(sizes.prefill, min(sizes.prefill, sizes.batch), 2),
         "logits": programs.Logits(sizes.batch),
         "choice": programs.Choose(sizes.batch),
     }
+    layout_of_adapters = AdapterLayout(spec, mesh, np.dtype(DTYPE), *ADAPTERS)
+    slots_of_adapters = described_params(layout_of_adapters.params(ADAPTERS[0]), mesh)
     return {
         name: Program(
-            programs.described(key, setting, *held), len(spec.layers) if isinstance(key, StepShape) else 0
+            programs.described(key, setting, *held, slots_of_adapters if name == "adapted" else {}),
+            len(spec.layers) if isinstance(key, StepShape) else 0,
         )
         for name, key in keys.items()
     }
 
 
 def described_weights(spec: ModelSpec, mesh: Mesh | AbstractMesh) -> Any:
+    return described_params(abstract_weights(spec), mesh)
+
+
+def described_params(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     def one(param: Param) -> jax.ShapeDtypeStruct:
         lies = sharding(mesh, param.shape, param.axes)  # type: ignore[arg-type]
         return jax.ShapeDtypeStruct(param.shape, DTYPE, sharding=lies)
 
-    return jax.tree.map(one, abstract_weights(spec), is_leaf=lambda leaf: isinstance(leaf, Param))
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
 def setting_of(
@@ -288,6 +299,7 @@ def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) 
         used += local_bytes(w) - (1 - chosen) * routed
     return {
         "decode": (read + kept + head) / chip.bandwidth,
+        "adapted": (read + kept + head) / chip.bandwidth,  # the adapters' own not counted
         "prefill": sizes.prefill * used / chip.flops,  # 2 operations and 2 bytes for each weight
         "logits": head / chip.bandwidth,
         "choice": 0.0,
@@ -430,7 +442,9 @@ def run_apart(label: str, options: argparse.Namespace) -> Row:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
-    parser.add_argument("--programs", default="decode,prefill,logits,choice,parts", help="which of these")
+    parser.add_argument(
+        "--programs", default="decode,adapted,prefill,logits,choice,parts", help="which of these"
+    )
     parser.add_argument("--layers", type=int, help="only so many of each model, for a quick try")
     parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once")
     parser.add_argument("--context", type=int, default=1536, help="tokens of each, for the floor")

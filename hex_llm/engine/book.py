@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hex_llm.admission import Limits, check_request, max_len_of, narrowing_field
+from hex_llm.engine.adapters import AdapterPool, Slot
 from hex_llm.engine.constraints import Constraint, TokenRules
 from hex_llm.engine.masks import MaskPool
-from hex_llm.errors import InvalidRequest, QueueFull
+from hex_llm.errors import InvalidRequest, QueueFull, UnknownModel
+from hex_llm.execution.adapters import HostAdapter
 from hex_llm.execution.batch import Ints
 from hex_llm.models.spec import ModelSpec
 from hex_llm.scheduling.blocks import root_key
@@ -32,6 +34,7 @@ from hex_llm.types import FinishReason, Request, TokenLogprobs, Update
 
 GRAMMAR_S = 8.0  # what compiling a request's grammar may take, with the time that it waits for others
 GRACE_S = 0.002  # what a step waits for masks; a choice whose mask takes longer sits steps out
+PATIENCE_S = 2.0  # after which who waits for a slot is not passed any more by those whose adapters have one
 POLL_S = 0.01  # what an engine waits at a time that has nothing to do but wait
 NO_TOKEN = "the model gave no finite score to any token that is allowed"
 
@@ -45,6 +48,7 @@ class Choice:
     constraint: Constraint
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not told yet
     pooled: npt.NDArray[Any] | None = None  # of the prompt so far, if it is wanted
+    adapter: int = 0  # the slot where it is; 0: none
     next_mask: Future[Ints | None] | None = None  # while it is being made
     is_late: bool = False  # a step has waited for that mask
 
@@ -55,9 +59,11 @@ class ActiveRequest:
 
     request: Request
     scheduler: Scheduler  # where its sequences wait and run
-    choices: list[Choice] = field(default_factory=list)  # empty while its grammar is being compiled
+    choices: list[Choice] = field(default_factory=list)  # empty while it is being prepared
     reasons: dict[int, FinishReason] = field(default_factory=dict)  # of the choices that have ended
     matcher: Future[Matcher] | None = None  # while it is being made
+    adapter: Future[HostAdapter] | None = None  # if it has one
+    slot: Slot | None = None  # where that is, or will be soon
     added: float = field(default_factory=time.monotonic)
     has_begun: bool = False  # a step has taken it in
 
@@ -68,26 +74,32 @@ class End(NamedTuple):
     reason: FinishReason
     error: str = ""
     param: str | None = None
-    is_busy: bool = False
+    kind: str = ""
 
     @classmethod
     def by(cls, error: Exception) -> End:
         param = error.param if isinstance(error, InvalidRequest) else None
-        message = str(error) or type(error).__name__
-        return cls(FinishReason.ERROR, message, param, isinstance(error, QueueFull))
+        kind = type(error).__name__
+        says_more = isinstance(error, QueueFull | UnknownModel)
+        return cls(FinishReason.ERROR, str(error) or kind, param, kind if says_more else "")
 
 
 class RequestBook:
     def __init__(
-        self, spec: ModelSpec, limits: Limits, grammars: GrammarFactory | None = None, seed: int = 0
+        self,
+        spec: ModelSpec,
+        limits: Limits,
+        grammars: GrammarFactory | None = None,
+        seed: int = 0,
+        adapters: AdapterPool | None = None,
     ) -> None:
         """`seed`: where the seeds of requests come from that bring none."""
-        self.limits = limits
+        self.limits, self._adapters = limits, adapters
         self.ledger: Counter[str] = Counter()  # accepted, and one of finished, aborted, error for each
         self._spec, self._grammars, self._seed = spec, grammars, seed
         self._masks = MaskPool()
         self._active: dict[str, ActiveRequest] = {}
-        self._compiling: dict[str, ActiveRequest] = {}  # those whose grammars are
+        self._preparing: dict[str, ActiveRequest] = {}  # their grammars and adapters
         self._choices: dict[Sequence, Choice] = {}  # that have begun and not ended
         self._held: dict[Choice, None] = {}  # those whose masks are being made, in order
         self._updates: list[Update] = []
@@ -99,14 +111,18 @@ class RequestBook:
         check_request(request, self.limits)
         if request.request_id in self._active:
             raise InvalidRequest.at("request_id", "it is in use")
-        scheduler.check_room(request.params.num_choices + self.num_compiling)
+        scheduler.check_room(request.params.num_choices + self.num_preparing)
         active = ActiveRequest(request, scheduler)
-        if request.params.structured_outputs is None:
-            self._begin(active, None)
-        else:
+        if request.params.structured_outputs is not None:
             assert self._grammars is not None  # or it would have been refused
             active.matcher = self._grammars.submit(request.params.structured_outputs)
-            self._compiling[request.request_id] = active
+        if request.adapter is not None:
+            assert self._adapters is not None
+            active.adapter = self._adapters.load(request.adapter)
+        if active.matcher or active.adapter:
+            self._preparing[request.request_id] = active
+        else:
+            self._begin(active, None)
         self._active[request.request_id] = active
         self.ledger["accepted"] += 1
 
@@ -130,14 +146,22 @@ class RequestBook:
         return bool(self._updates)
 
     @property
-    def num_compiling(self) -> int:
-        """Choices that wait for their grammar."""
-        return sum(active.request.params.num_choices for active in self._compiling.values())
+    def num_preparing(self) -> int:
+        """Choices that wait for their grammar or their adapter."""
+        return sum(active.request.params.num_choices for active in self._preparing.values())
 
     @property
     def num_held(self) -> int:
         """Choices that sit steps out because their masks are being made."""
         return len(self._held)
+
+    def adapters(self) -> tuple[list[str], list[str]]:
+        """The names of those that running and waiting requests have."""
+        sets: tuple[set[str], set[str]] = set(), set()
+        for active in self._active.values() if self._adapters is not None else ():
+            if active.request.adapter is not None:
+                sets[not active.choices].add(active.request.adapter.name)
+        return sorted(sets[0]), sorted(sets[1])
 
     def take_updates(self) -> list[Update]:
         """All that there is to tell."""
@@ -193,20 +217,32 @@ class RequestBook:
 
     # ---- what is made beside the engine's thread
 
-    def begin_compiled(self) -> None:
-        """Lets requests run whose grammars are ready; ends those whose are not in time."""
-        for active in list(self._compiling.values()):
-            assert active.matcher is not None
-            if active.matcher.done():
-                del self._compiling[active.request.request_id]
-                made, active.matcher = active.matcher, None
-                try:
-                    self._begin(active, made.result())
-                except Exception as error:  # whatever its grammar does to us, it ends that request only
-                    self._end_all(active, End.by(error))
-            elif time.monotonic() > active.added + GRAMMAR_S:
+    def begin_prepared(self) -> None:
+        """Lets those run whose grammars and adapters are ready; ends those whose grammars take too long."""
+        takes_slots = True
+        for active in list(self._preparing.values()):
+            waited_s, matcher = time.monotonic() - active.added, active.matcher
+            try:
+                is_placed = active.adapter is None or self._is_placed(active, active.adapter, takes_slots)
+                if is_placed and (matcher is None or matcher.done()):
+                    del self._preparing[active.request.request_id]
+                    active.matcher = None
+                    self._begin(active, None if matcher is None else matcher.result())
+            except Exception as error:  # whatever its data do to us, they end that request only
+                self._end_all(active, End.by(error))
+                continue
+            if active.adapter and active.adapter.done() and not active.slot and waited_s > PATIENCE_S:
+                takes_slots = False
+            if matcher and not matcher.done() and waited_s > GRAMMAR_S:
                 message = f"structured_outputs: others that are compiled before it take over {GRAMMAR_S:g} s"
-                self._end_all(active, End(FinishReason.ERROR, message, is_busy=True))
+                self._end_all(active, End(FinishReason.ERROR, message, kind=QueueFull.__name__))
+
+    def _is_placed(self, active: ActiveRequest, loaded: Future[HostAdapter], takes_slots: bool) -> bool:
+        """Whether its adapter is on the devices; it gets there if there is a slot."""
+        assert self._adapters is not None
+        if active.slot is None and takes_slots and loaded.done():
+            active.slot = self._adapters.take(loaded.result())
+        return active.slot is not None and self._adapters.is_placed(active.slot)
 
     def take_masks(self) -> None:
         """Lets choices go on whose masks are there. Each is waited for a little while, once."""
@@ -225,9 +261,12 @@ class RequestBook:
 
     def wait(self) -> None:
         """For what is made beside this thread, when that is all there is to do: does not spin."""
-        beside: list[Future[Any] | None] = [active.matcher for active in self._compiling.values()]
-        beside += [choice.next_mask for choice in self._held]
-        wait([one for one in beside if one is not None], POLL_S, "FIRST_COMPLETED")
+        beside: list[Future[Any] | None] = [choice.next_mask for choice in self._held]
+        for active in self._preparing.values():
+            beside += [active.matcher, active.adapter, active.slot.staged if active.slot else None]
+        open_ones = [one for one in beside if one is not None and not one.done()]
+        if open_ones:
+            wait(open_ones, POLL_S, "FIRST_COMPLETED")
 
     def _follow(self, choice: Choice, token_ids: list[int]) -> None:
         """The choice sits out until the mask is there of what may follow the tokens."""
@@ -257,6 +296,10 @@ class RequestBook:
         kv_root = root_key(request.cache_salt, active.scheduler.pool.kv_dtype)
         # Who wants the prompt's log-probabilities needs all of it computed.
         needs_all = params.prompt_logprobs is not None or params.pooling in ("mean", "cls")
+        extra_keys, adapter = request.extra_keys, 0
+        if active.slot is not None and active.slot.adapter is not None:
+            adapter = active.slot.number
+            extra_keys = {**extra_keys, 0: f"adapter {active.slot.adapter.digest} {extra_keys.get(0, '')}"}
         choices: list[Choice] = []
         for index in range(params.num_choices):
             constraint = Constraint(rules, matcher.copy() if matcher and index else matcher)
@@ -270,11 +313,11 @@ class RequestBook:
                 request.priority,
                 recompute_len=spec.recompute_len,
                 cache_key=None if needs_all else kv_root,
-                extra_keys=request.extra_keys,
+                extra_keys=extra_keys,
                 cache_len=spec.uniform_len,
                 waits_for_tokens=constraint.follows_tokens,
             )
-            choices.append(Choice(sequence, (seed + index) % 2**64, constraint))
+            choices.append(Choice(sequence, (seed + index) % 2**64, constraint, adapter=adapter))
         active.choices = choices  # all of them, or none
         for choice in choices:
             self._choices[choice.sequence] = choice
@@ -296,9 +339,7 @@ class RequestBook:
 
     def _end(self, active: ActiveRequest, index: int, end: End) -> None:
         """Ends a choice, told by an update of its own."""
-        update = Update(
-            active.request.request_id, index, error=end.error, param=end.param, is_busy=end.is_busy
-        )
+        update = Update(active.request.request_id, index, error=end.error, param=end.param, kind=end.kind)
         self._updates.append(update)
         choice = active.choices[index] if active.choices else None
         if choice is not None and choice.sequence.finish_reason is None:
@@ -315,7 +356,9 @@ class RequestBook:
             del self._choices[choice.sequence]
         if len(active.reasons) == active.request.params.num_choices:
             del self._active[active.request.request_id]
-            self._compiling.pop(active.request.request_id, None)
+            self._preparing.pop(active.request.request_id, None)
+            if self._adapters is not None and active.slot is not None:
+                self._adapters.release(active.slot)
             reasons = set(active.reasons.values())
             bad = {FinishReason.ERROR: "error", FinishReason.ABORT: "aborted"}
             self.ledger[next((name for r, name in bad.items() if r in reasons), "finished")] += 1
@@ -334,8 +377,12 @@ class RequestBook:
         }
         assert open_choices == set(self._choices)
         assert len(open_choices) == num_sequences
-        assert set(self._compiling) == {name for name, active in self._active.items() if not active.choices}
+        assert set(self._preparing) == {name for name, active in self._active.items() if not active.choices}
+        if self._adapters is not None:
+            self._adapters.check(sum(active.slot is not None for active in self._active.values()))
 
     def check_idle(self) -> None:
         """A part of these that takes no time to speak of, for a book without requests."""
-        assert len(self._active) + len(self._choices) + len(self._compiling) == 0, "a request is lost"
+        assert len(self._active) + len(self._choices) + len(self._preparing) == 0, "a request is lost"
+        if self._adapters is not None:
+            self._adapters.check(0)

@@ -13,6 +13,7 @@ import numpy as np
 
 from hex_llm.admission import Limits
 from hex_llm.config import EngineConfig
+from hex_llm.engine.adapters import AdapterPool
 from hex_llm.engine.book import Choice, RequestBook
 from hex_llm.execution.batch import Ints
 from hex_llm.execution.flops import Work
@@ -54,8 +55,10 @@ class Engine:
             replace(pooling or Pooling(), size=spec.hidden_size),
             config.runner in ("auto", "generate"),
             config.max_logprobs,
+            config.max_loras if config.enable_lora else 0,
         )
-        self.book = RequestBook(spec, self.limits, grammars, config.seed)
+        adapters = None if runner.adapter_layout is None else AdapterPool(config, runner)
+        self.book = RequestBook(spec, self.limits, grammars, config.seed, adapters)
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it
 
     def warm_up(self, progress: bool = False) -> None:
@@ -79,7 +82,7 @@ class Engine:
 
     def step(self) -> list[Update]:
         """Sends the next step off, reads the one before it, and tells what that brought."""
-        self.book.begin_compiled()
+        self.book.begin_prepared()
         if self.book.num_held:
             self.book.take_masks()
         if not (self.stepper.step(self.book) or self.book.has_updates):
@@ -103,7 +106,8 @@ class Engine:
     def stats(self) -> Stats:
         """After the last step."""
         stats = self.stepper.stats
-        stats.num_waiting += self.book.num_compiling
+        stats.num_waiting += self.book.num_preparing
+        stats.running_adapters, stats.waiting_adapters = self.book.adapters()
         return stats
 
     def check(self) -> None:
@@ -243,7 +247,13 @@ class Stepper:
         allowed = constraint.words(sequence.token_ids, sequence.length) if constraint.is_needed else None
         num_prompt = len(sequence.prompt_ids)
         return self.runner.layout.record(
-            sequence.params, choice.seed, num_prompt, sequence.token_ids, sequence.blocks, allowed
+            sequence.params,
+            choice.seed,
+            num_prompt,
+            sequence.token_ids,
+            sequence.blocks,
+            allowed,
+            choice.adapter,
         )
 
     def _keep_prompt_logprobs(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
@@ -255,7 +265,7 @@ class Stepper:
                 continue
             if (choice := book.choice_of(sequence)) is not None:
                 following = np.array(prompt[chunk.position + 1 : chunk.end + 1], np.int32)
-                rows = self.runner.prompt_logprobs(step, row, following)
+                rows = self.runner.prompt_logprobs(step, row, following, choice.adapter)
                 choice.prompt_logprobs[chunk.position :] = unpack_logprobs(rows, num_top)
 
     def _keep_pooled(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
@@ -275,9 +285,8 @@ class Stepper:
                 choice.pooled = hidden[end - 1]
             elif kind == "tokens" and chunk.samples:
                 ids = np.array(sequence.params.allowed_token_ids or (), np.int32)
-                choice.pooled = self.runner.logprobs_of(hidden[end - 1 : end].repeat(len(ids), 0), ids)[
-                    "logprob"
-                ]
+                behind = hidden[end - 1 : end].repeat(len(ids), 0)
+                choice.pooled = self.runner.logprobs_of(behind, ids, choice.adapter)["logprob"]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ import numpy as np
 from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
 from hex_llm.errors import ConfigError, ModelError
+from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import Paddings
 from hex_llm.execution.kernel_choice import Devices, Kernels, choose_kernels
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
@@ -100,12 +101,17 @@ def build_engine(
         else load_weights(plan, checkpoint, mesh, dtype, progress)
     )
     log_quantized(weights, token_bytes(held, choice), dtype)
+    adapters = None
+    if config.enable_lora:
+        layout = AdapterLayout(held, mesh, dtype, config.max_loras, config.max_lora_rank)
+        with explained(config, "allocating the slots of adapters", "--max_loras, --max_lora_rank"):
+            adapters = layout, layout.allocate()
     limits = StepLimits.of(config, spec.max_len, platform, free_bytes(devices))
     num_blocks = num_kv_blocks(config, limits.max_decode_seqs, held, dtype, devices)
     paddings = Paddings(config, limits, spec.max_len, kernels.max_single)
     memory = account(weights, [], None, mesh, num_blocks, config.block_size)
     with explained(config, "allocating the KV cache", memory):
-        runner = Runner(held, weights, mesh, paddings, num_blocks, dtype, kept_in)
+        runner = Runner(held, weights, mesh, paddings, num_blocks, dtype, kept_in, adapters)
     grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
     return Engine(config, held, runner, num_blocks, grammars, pooling_of(config, files.path, tokenizer))
 
@@ -163,7 +169,7 @@ def log_quantized(weights: Weights, token_bytes: int, dtype: np.dtype[Any]) -> N
 
 def describe_memory(engine: Engine) -> str:
     runner, pool = engine.stepper.runner, engine.stepper.scheduler.pool
-    in_use = (runner.weights, runner.pages, runner.temporary_bytes())
+    in_use = ((runner.weights, runner.adapters), runner.pages, runner.temporary_bytes())
     return account(*in_use, runner.mesh, pool.num_blocks, pool.block_size)
 
 

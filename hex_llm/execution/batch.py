@@ -30,6 +30,7 @@ class StepShape(NamedTuple):
     num_tokens: int
     num_rows: int  # sequences, at most
     max_chunks: int  # of prompts; 0: every token can attend by itself (kernels/attention.py: Batch)
+    adapted: bool = False  # some rows have adapters (models/adapters.py)
 
     @property
     def gives_logits(self) -> bool:

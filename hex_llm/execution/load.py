@@ -180,6 +180,11 @@ def _assemble(param: Param, index: Slices, read: Read, dtype: np.dtype[Any]) -> 
     return out
 
 
+def assembled(param: Param, read: Read, dtype: np.dtype[Any]) -> Array:
+    """All of it, in the host's memory."""
+    return _assemble(param, tuple(slice(0, size) for size in param.shape), read, dtype)
+
+
 def _aligned(shape: list[int], dtype: np.dtype[Any]) -> Array:
     """Memory that a CPU device takes as it is, without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import StepShape, batch_of, num_choices, parts_of
 from hex_llm.execution.results import CHOICE_SIZE, first_token_ids, pack_choices, pack_tokens
 from hex_llm.execution.sampling import Chosen, Features, adjusted, choose, logprobs_of, no_logprobs, tokens
@@ -24,6 +25,7 @@ from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_bl
 from hex_llm.kernels.attention import Options, PagedAttention
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.models import decoder
+from hex_llm.models.adapters import HEAD, Adapted, SlotMatrices, Slots, adapt
 from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
@@ -76,7 +78,12 @@ class PromptLogprobs:
     num_rows: int
 
 
-Key = StepShape | Logits | Choose | Adjust | AddLogprobs | Write | PromptLogprobs
+@dataclass(frozen=True)
+class WriteAdapter:
+    """One adapter into its slot."""
+
+
+Key = StepShape | Logits | Choose | Adjust | AddLogprobs | Write | PromptLogprobs | WriteAdapter
 
 
 class ProgramContext(NamedTuple):
@@ -88,6 +95,7 @@ class ProgramContext(NamedTuple):
     max_choices: int  # rows that tokens can be chosen for
     attend: PagedAttention
     fused_moe: RoutedExperts
+    adapters: AdapterLayout | None = None  # None: requests name none
 
 
 class ProgramSpec(NamedTuple):
@@ -100,14 +108,17 @@ class ProgramSpec(NamedTuple):
 
 
 def described(
-    key: Key, context: ProgramContext, weights: Weights, pages: Pages, slots: jax.Array
+    key: Key, context: ProgramContext, weights: Weights, pages: Pages, slots: jax.Array, adapters: Slots
 ) -> ProgramSpec:
-    """Weights, pages and slots need not exist: their shapes and where they lie are enough."""
+    """Weights, pages, slots and adapters need not exist: their shapes and where they lie are enough."""
     spec, mesh, layout = context.spec, context.mesh, context.layout
     whole = NamedSharding(mesh, P())
     logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
 
     rows = _ints(3, context.max_choices)
+
+    def lm_head(num_rows: int) -> Any:
+        return Adapted(weights.lm_head, adapters[HEAD], _ints(num_rows)) if adapters else weights.lm_head
 
     def logits(num_rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_rows, spec.vocab_size), jnp.float32, sharding=logits_lie)
@@ -120,10 +131,11 @@ def described(
             step = partial(forward, shape=key, context=context)
             given = logits_lie if key.gives_logits else whole
             results = (given, whole, whole, [NamedSharding(mesh, PAGES)] * len(pages), whole)
-            return ProgramSpec(step, (weights, pages, slots, _ints(key.packed_size)), (1, 2), results)
+            arguments = (weights, pages, slots, _ints(key.packed_size), *((adapters,) if key.adapted else ()))
+            return ProgramSpec(step, arguments, (1, 2), results)
         case Logits(num_rows):
             last = partial(row_logits, num_rows=num_rows, spec=spec)
-            return ProgramSpec(last, (weights.lm_head, hidden(context.max_choices)), (), logits_lie)
+            return ProgramSpec(last, (lm_head(num_rows), hidden(context.max_choices)), (), logits_lie)
         case Choose(num_rows, variant):
             chosen = partial(choose_tokens, layout=layout, variant=variant)
             return ProgramSpec(chosen, (slots, logits(num_rows), rows), (0,), (whole, whole))
@@ -140,7 +152,12 @@ def described(
             return ProgramSpec(write, (slots, _ints(num_rows), values), (0,), whole)
         case PromptLogprobs(num_rows):
             logprobs = partial(prompt_logprobs, spec=spec)
-            return ProgramSpec(logprobs, (weights.lm_head, hidden(num_rows), _ints(num_rows)), (), whole)
+            return ProgramSpec(logprobs, (lm_head(num_rows), hidden(num_rows), _ints(num_rows)), (), whole)
+        case WriteAdapter():
+            assert context.adapters is not None
+            held = (adapters, context.adapters.described(), _ints())
+            lie = jax.tree.map(lambda array: array.sharding, adapters)
+            return ProgramSpec(write_adapter, held, (0,), lie)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -152,6 +169,7 @@ def forward(
     pages: Pages,
     slots: jax.Array,
     packed: jax.Array,
+    adapters: Slots | None = None,
     *,
     shape: StepShape,
     context: ProgramContext,
@@ -162,18 +180,23 @@ def forward(
     choice; for who wants the log-probabilities of a prompt, `hidden` [T, D] of all tokens; and the pages and
     slots.
     """
-    spec, _, layout, max_choices, attend, fused_moe = context
+    spec, _, layout, max_choices, attend, fused_moe, _ = context
     parts, block_size = parts_of(packed, shape), pages[0].shape[1]
     last_places, last_slots = parts.positions[parts.last_tokens], parts.kv_slots[parts.last_tokens]
     slots = note_blocks(layout, slots, parts.slots, last_places // block_size, last_slots // block_size)
     remembered = SlotRows(layout, slots, parts.slots)
     batch = batch_of(parts, remembered.tables(), shape)
+    lm_head = weights.lm_head
+    if adapters is not None:
+        of_rows = remembered.adapters()
+        lm_head = Adapted(lm_head, adapters[HEAD], of_rows)
+        weights = adapt(weights, adapters, of_rows[batch.rows])
     x = decoder.embed(spec, weights, remembered.token_at(batch.rows, batch.positions))
     hidden, pages = decoder.forward(spec, weights, x, parts.rope_lengths, pages, batch, attend, fused_moe)
     more = (0, max_choices - shape.num_rows)
     last = hidden[parts.last_tokens]
     if shape.gives_logits:
-        last = row_logits(weights.lm_head, last, num_rows=shape.num_rows, spec=spec)
+        last = row_logits(lm_head, last, num_rows=shape.num_rows, spec=spec)
     else:
         last = jnp.pad(last, (more, (0, 0)))
     rows = jnp.pad(jnp.stack([parts.slots, parts.chosen_slots, last_places + 1]), ((0, 0), more))
@@ -221,6 +244,18 @@ def prompt_logprobs(
 
 def write_rows(slots: jax.Array, which: jax.Array, values: jax.Array, *, first_column: int) -> jax.Array:
     return slots.at[which, first_column : first_column + values.shape[1]].set(values)
+
+
+def write_adapter(adapters: Slots, values: Slots, slot: jax.Array) -> Slots:
+    """`values` are of one slot; `slot` counts from 1."""
+
+    def write(of_slots: SlotMatrices, of_one: SlotMatrices) -> SlotMatrices:
+        update = partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot - 1)
+        return SlotMatrices(
+            update(of_slots.down, of_one.down, axis=0), update(of_slots.up, of_one.up, axis=-2)
+        )
+
+    return {path: write(of_slots, values[path]) for path, of_slots in adapters.items()}
 
 
 def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:

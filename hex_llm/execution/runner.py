@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from hex_llm.errors import HexError
 from hex_llm.execution import programs
+from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import Ints, Paddings, StepShape, num_choices, pack
 from hex_llm.execution.executable_cache import ExecutableCache
 from hex_llm.execution.kernel_choice import Devices, choose_kernels
@@ -43,11 +44,14 @@ from hex_llm.execution.programs import (
     Program,
     PromptLogprobs,
     Write,
+    WriteAdapter,
 )
 from hex_llm.execution.results import TOKEN, Choices
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import cpu
+from hex_llm.models.adapters import HEAD, Adapted, Slots
+from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES
@@ -91,8 +95,9 @@ class Runner:
         num_blocks: int,
         dtype: np.dtype[Any],
         kept_in: Path | None = None,
+        adapters: tuple[AdapterLayout, Slots] | None = None,
     ) -> None:
-        """`kept_in` is a folder for compiled programs."""
+        """`kept_in` is a folder for compiled programs. Without `adapters` no request can have one."""
         config = paddings.config
         self._platform = str(mesh.devices.flat[0].platform)
         devices = Devices(self._platform, mesh.size, config.block_size, dtype)
@@ -100,12 +105,15 @@ class Runner:
         self.weights = kernels.lay_out(weights)
         self.spec, self.mesh, self.dtype = spec, mesh, dtype
         self.paddings, self.config = paddings, config
+        self.adapter_layout = None if adapters is None else adapters[0]
+        self.adapters: Slots = {} if adapters is None else adapters[1]
         self.pages = allocate_pages(spec, mesh, num_blocks, devices)
         self._most = paddings.limits.max_decode_seqs
         self.layout = SlotLayout(self._most + 1, paddings.max_len, spec.vocab_size, paddings.table_width)
         self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
         # Of each slot, as plain numbers: flags are slow to combine.
         self._features = [0] * self.layout.num_slots
+        self._adapters_of = [0] * self.layout.num_slots
         # Where branches cost little, one program chooses tokens, whatever is wanted.
         self.branches = self._platform != "gpu"
         self.num_late_compiles = 0
@@ -116,7 +124,7 @@ class Runner:
         attend = programs.split_by_head(kernels.attend, mesh)
         fused_moe = programs.split_by_width(kernels.fused_moe, mesh)
         self._context = programs.ProgramContext(
-            spec, mesh, self.layout, paddings.max_choices, attend, fused_moe
+            spec, mesh, self.layout, paddings.max_choices, attend, fused_moe, self.adapter_layout
         )
         self.compiled: dict[Key, Program] = {}
         # Python's lock lets one at a time do it anyway: so the first are soon compiling.
@@ -131,17 +139,31 @@ class Runner:
 
     def _dispatch(self, plan: StepPlan) -> InFlight:
         shape = self.paddings.shape(plan)
-        step = self.program(shape)
+        adapters = [self._adapters_of[chunk.slot] for chunk in plan.chunks] if self.adapters else []
+        if any(adapters):
+            shape = shape._replace(adapted=True)
         with self.recorder.phase("pack"):
             packed = pack(plan, shape, self.config.block_size)
-        logits, rows, hidden, self.pages, self.slots = step(self.weights, self.pages, self.slots, packed)
+        logits, rows, hidden = self._run(shape, packed)
         if not shape.gives_logits:
-            of_last = self.program(Logits(self.paddings.num_rows(len(plan.chunks))))
-            logits = of_last(self.weights.lm_head, logits)
+            num_rows = self.paddings.num_rows(len(plan.chunks))
+            logits = self.program(Logits(num_rows))(self._lm_head(num_rows, adapters), logits)
         features = Features(reduce(or_, (self._features[chunk.slot] for chunk in plan.chunks)))
         choices = self._choose(logits, rows, features)
         choices.copy_to_host_async()
         return InFlight(plan, shape, choices, hidden)
+
+    def _run(self, shape: StepShape, packed: Ints) -> tuple[jax.Array, jax.Array, jax.Array]:
+        given = (self.weights, self.pages, self.slots, packed, *((self.adapters,) if shape.adapted else ()))
+        last, rows, hidden, self.pages, self.slots = self.program(shape)(*given)
+        return last, rows, hidden
+
+    def _lm_head(self, num_rows: int, adapters: Sequence[int] = ()) -> Matrix:
+        """For rows whose adapters are in these slots; the others have none."""
+        if not self.adapters:
+            return self.weights.lm_head
+        which = _padded(np.array(adapters, np.int32), num_rows)
+        return Adapted(self.weights.lm_head, self.adapters[HEAD], which)
 
     def _choose(self, logits: jax.Array, rows: jax.Array, features: Features) -> jax.Array:
         num_rows, adjusted = len(logits), logits
@@ -163,18 +185,21 @@ class Runner:
         self.recorder.read_step()
         return Choices(choices[: len(step.plan.chunks)])
 
-    def prompt_logprobs(self, step: InFlight, row: int, following: Ints) -> npt.NDArray[Any]:
+    def prompt_logprobs(
+        self, step: InFlight, row: int, following: Ints, adapter: int = 0
+    ) -> npt.NDArray[Any]:
         """Rows of results.TOKEN: of the tokens that follow the first ones of a step's prefill. Rare, so the
         host hands pieces of one size to one program instead of every step carrying the work along."""
         start = sum(chunk.num_tokens for chunk in step.plan.chunks[:row])
-        return self.logprobs_of(np.asarray(step.hidden)[start : start + len(following)], following)
+        return self.logprobs_of(np.asarray(step.hidden)[start : start + len(following)], following, adapter)
 
-    def logprobs_of(self, hidden: npt.NDArray[Any], following: Ints) -> npt.NDArray[Any]:
-        """Rows of results.TOKEN: of a token behind each hidden state."""
+    def logprobs_of(self, hidden: npt.NDArray[Any], following: Ints, adapter: int = 0) -> npt.NDArray[Any]:
+        """Rows of results.TOKEN: of a token behind each hidden state, by the adapter in this slot."""
         program, pieces = self.program(PromptLogprobs(PROMPT_ROWS)), [np.zeros(0, TOKEN)]
+        lm_head = self._lm_head(PROMPT_ROWS, [adapter] * PROMPT_ROWS)
         for i in range(0, len(following), PROMPT_ROWS):
             part = [_padded(x[i : i + PROMPT_ROWS], PROMPT_ROWS) for x in (hidden, following)]
-            rows = np.asarray(program(self.weights.lm_head, *part)).view(TOKEN)[:, 0]
+            rows = np.asarray(program(lm_head, *part)).view(TOKEN)[:, 0]
             pieces.append(rows[: len(following) - i])
         return np.concatenate(pieces)
 
@@ -182,11 +207,16 @@ class Runner:
         """Whole rows of slots, before the next step."""
         for slot, record in records:
             self._features[slot] = int(self.layout.features(record))
+            self._adapters_of[slot] = self.layout.adapter_of(record)
         self._write("all", records)
 
     def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
         """Which tokens may come next in some slots."""
         self._write("allowed", words)
+
+    def write_adapter(self, slot: int, staged: Slots) -> None:
+        """Into a slot, counted from 1, before the next step; see AdapterLayout.stage."""
+        self.adapters = self.program(WriteAdapter())(self.adapters, staged, np.int32(slot))
 
     def warm_up(self, progress: bool = False) -> None:
         """Compiles every program that can be needed; on accelerators, also runs each step once."""
@@ -214,7 +244,7 @@ class Runner:
 
     def all_programs(self) -> list[Key]:
         """The large ones first, so that no thread is left with one at the end."""
-        shapes = self.paddings.all_shapes()
+        shapes = self._all_shapes()
         sizes = sorted({_write_size(n, self._most) for n in range(1, self._most + 1)})
         rows = sorted({num_choices(n) for n in self.paddings.all_num_rows})
         kinds: list[Callable[[int], Key]] = [Choose]
@@ -229,7 +259,12 @@ class Runner:
             *reversed(self._logits_programs()),
             PromptLogprobs(PROMPT_ROWS),
             *writes,
+            *([WriteAdapter()] if self.adapters else []),
         ]
+
+    def _all_shapes(self) -> list[StepShape]:
+        shapes = self.paddings.all_shapes()
+        return shapes + [shape._replace(adapted=True) for shape in shapes if self.adapters]
 
     def _logits_programs(self) -> list[Logits]:
         """For the largest step, if it does not give them."""
@@ -277,7 +312,7 @@ class Runner:
         return compiled
 
     def _executable_cache(self, folder: Path) -> ExecutableCache:
-        held = (self.weights, self.pages, self.slots)
+        held = (self.weights, self.pages, self.slots, self.adapters)
         shapes = jax.tree.map(lambda x: (x.shape, x.dtype.name, str(x.sharding)), held)
         made_from = (self.spec, self.layout, self.config.block_size, self._precision, shapes)
         return ExecutableCache(folder, list(self.mesh.devices.flat), *made_from)
@@ -287,8 +322,9 @@ class Runner:
             return None
         if not isinstance(key, StepShape) or key.num_tokens > MAX_GRAPH_TOKENS:
             return NO_GRAPHS | UNTRIED_PRODUCTS
-        # One row's products are worth trying: there XLA's own kernels are the fastest.
-        return GRAPHS if key.num_tokens == 1 else GRAPHS | UNTRIED_PRODUCTS
+        # One row's products are worth trying: there XLA's own kernels are the fastest. So are those with
+        # adapters, which are small: of 64 rows, cuBLAS's choice takes half as long again.
+        return GRAPHS if key.num_tokens == 1 or key.adapted else GRAPHS | UNTRIED_PRODUCTS
 
     def _op_by_op(self, key: Key) -> Program:
         function = self._described(key).function
@@ -300,7 +336,7 @@ class Runner:
         return run
 
     def _described(self, key: Key) -> programs.ProgramSpec:
-        return programs.described(key, self._context, self.weights, self.pages, self.slots)
+        return programs.described(key, self._context, self.weights, self.pages, self.slots, self.adapters)
 
     def _write(self, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> None:
         if not rows:
@@ -323,17 +359,16 @@ class Runner:
                 self._choose(logits, rows, features)
             chosen_for.add(len(logits))
 
-        for shape in self.paddings.all_shapes():
+        for shape in self._all_shapes():
             last, rows = self._run_padding(shape)
             if shape.gives_logits:
                 choose(last)
         for key in self._logits_programs():
-            choose(self.program(key)(self.weights.lm_head, last))
+            choose(self.program(key)(self._lm_head(key.num_rows), last))
         jax.block_until_ready(self.slots)
 
     def _run_padding(self, shape: StepShape) -> tuple[jax.Array, jax.Array]:
-        packed, step = np.zeros(shape.packed_size, np.int32), self.program(shape)
-        last, rows, _, self.pages, self.slots = step(self.weights, self.pages, self.slots, packed)
+        last, rows, _ = self._run(shape, np.zeros(shape.packed_size, np.int32))
         return last, rows
 
 

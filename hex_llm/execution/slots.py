@@ -65,6 +65,7 @@ class SlotLayout:
             "allowed": Field(-(-self.vocab_size // 32)),  # one bit for each token
             "bias_ids": Field(MAX_TOKEN_IDS),
             "bias_values": Field(MAX_TOKEN_IDS, np.float32),
+            "adapter": Field(),  # its slot, counted from 1; 0: none
         }
 
     @cached_property
@@ -91,6 +92,7 @@ class SlotLayout:
         token_ids: list[int],
         blocks: list[int],
         allowed: Ints | None,
+        adapter: int = 0,
     ) -> Ints:
         """A sequence's whole row; `allowed` None: every token is."""
         bias = params.logit_bias or {}
@@ -106,6 +108,7 @@ class SlotLayout:
             "allowed": () if allowed is None else allowed,
             "bias_ids": [*bias, *[-1] * (MAX_TOKEN_IDS - len(bias))],
             "bias_values": list(bias.values()),
+            "adapter": [adapter],
         }
         row = np.zeros(self.width, np.int32)
         for name, field in self.fields.items():
@@ -118,6 +121,9 @@ class SlotLayout:
         return wanted_features(
             _sampling(self, row[None, : self.num_scalars], lambda bits: bits.view(np.float32))
         )
+
+    def adapter_of(self, row: Ints) -> int:
+        return int(row[self.columns["adapter"].start])
 
     def empty(self) -> Ints:
         """The rows of all slots before anything runs; padding is greedy."""
@@ -148,6 +154,9 @@ class SlotRows:
 
     def bias(self) -> tuple[jax.Array, jax.Array]:
         return self._gathered("bias_ids"), _as_floats(self._gathered("bias_values"))
+
+    def adapters(self) -> jax.Array:
+        return self._gathered("adapter")[:, 0]
 
     def token_at(self, rows: jax.Array, positions: jax.Array) -> jax.Array:
         """[T]: the token at a position of a row's sequence."""

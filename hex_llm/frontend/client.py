@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 from hex_llm.admission import Limits, make_request
 from hex_llm.config import EngineConfig
@@ -29,7 +29,8 @@ from hex_llm.ipc.protocol import Ready, Refused, Step
 from hex_llm.ipc.stats import EngineState, EngineStatus
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import Pooling
+from hex_llm.types import Pooling, RequestOptions
+from hex_llm.weights.adapter_source import AdapterNames
 from hex_llm.weights.model_files import open_tokenizer, read_sampling_defaults
 from hex_llm.weights.source import fetch_for, pinned
 
@@ -51,6 +52,7 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig, model_name: str = "", command: Sequence[str] = WORKER) -> None:
         self.config = config
+        self.adapters = AdapterNames(config)
         self.model_name = model_name
         self.log_format = "text"
         self.request_timeout_s = 0.0  # what a request may take in all; 0: any
@@ -120,7 +122,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self, prompt: str | Sequence[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[Generation]:
         """A request under way; leaving it before its end aborts it. Raises what is wrong with it."""
         self._check_ready()
@@ -130,7 +132,7 @@ class EngineClient:
             if isinstance(prompt, str) and self.tokenizer and params.truncate_prompt_tokens is None:
                 self.tokenizer.refuse_longer(prompt, self.max_len)
             # Long prompts take long to be cut into tokens and to be checked.
-            prepare = partial(self._prepare, prompt, params, priority, cache_salt)
+            prepare = partial(self._prepare, prompt, params, options)
             collector = await read(len(prompt) if isinstance(prompt, str) else 0, prepare)
         self._check_ready()
         with self.requests.add(collector, timeline, self.request_timeout_s) as generation:
@@ -146,7 +148,7 @@ class EngineClient:
             raise EngineStopped(self.engine_status.state.value)
 
     def _prepare(
-        self, prompt: str | Sequence[int], params: SamplingParams, priority: int, cache_salt: str
+        self, prompt: str | Sequence[int], params: SamplingParams, options: RequestOptions
     ) -> OutputCollector:
         """Runs in a thread. Ids are ours: who knew another's could abort it."""
         assert self.limits is not None
@@ -156,8 +158,7 @@ class EngineClient:
             params,
             self.limits,
             self.tokenizer,
-            priority=priority,
-            cache_salt=cache_salt,
+            **options,
         )
         return OutputCollector(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
 

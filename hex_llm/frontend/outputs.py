@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import msgspec
 
-from hex_llm.errors import HexError, InvalidRequest, QueueFull
+from hex_llm.errors import HexError, InvalidRequest, QueueFull, UnknownModel
 from hex_llm.sampling_params import MAX_LOGPROBS
 from hex_llm.text.detokenize import Detokenizer
 from hex_llm.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class Delta(msgspec.Struct):
     stop_reason: int | str | None
     error: str
     error_param: str | None
-    error_is_busy: bool
+    error_kind: str
 
 
 class Named(Sequence[Logprobs]):
@@ -95,10 +95,12 @@ class Named(Sequence[Logprobs]):
 def raise_failure(choice: CompletionOutput | Delta) -> None:
     """A fault of the request may show only when the engine is at it, as one in a grammar does."""
     if choice.finish_reason is FinishReason.ERROR:
-        if choice.error_is_busy:
+        if choice.error_kind == QueueFull.__name__:
             raise QueueFull(choice.error)
-        at_fault = choice.error_param
-        raise HexError(choice.error) if at_fault is None else InvalidRequest(choice.error, at_fault)
+        if choice.error_param is None:
+            raise HexError(choice.error)
+        is_unknown = choice.error_kind == UnknownModel.__name__
+        raise (UnknownModel if is_unknown else InvalidRequest)(choice.error, choice.error_param)
 
 
 def for_engine(request: Request) -> Request:
@@ -236,7 +238,7 @@ class _Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    failure: tuple[str, str | None, bool] = ("", None, False)  # the update's error, param and is_busy
+    failure: tuple[str, str | None, str] = ("", None, "")  # the update's error, param and kind
     # What a reader of deltas has got:
     num_told: int = 0  # tokens
     num_pieces_told: int = 0
@@ -255,7 +257,7 @@ class _Choice:
             self.logprobs += update.logprobs
         if ended:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_token_id
-            self.failure = update.error, update.param, update.is_busy
+            self.failure = update.error, update.param, update.kind
         if detokenizer is not None and detokenizer.stopped_by is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, detokenizer.stopped_by
             del self.token_ids[detokenizer.num_tokens :]

@@ -48,6 +48,8 @@ class Stats(msgspec.Struct, array_like=True, kw_only=True):
     dispatch_s: float = 0.0
     wait_s: float = 0.0  # for the step before it
     rest_s: float = 0.0  # took commands in, told what the step before it had brought, made and sent reports
+    running_adapters: list[str] = []  # names
+    waiting_adapters: list[str] = []
     waited: list[tuple[str, float]] = []  # requests that run for the first time, and seconds in the queue
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hex_llm.config import HEX_LLM_PREFILL_PADDING, MAX_INT, EngineConfig
+from hex_llm.config import HEX_LLM_PREFILL_PADDING, EngineConfig
+from hex_llm.flag_fields import MAX_INT
 from hex_llm.types import StepPlan
 
 LARGE_MEMORY = 40 << 30  # of a device, free after the weights: for so many sequences as only large ones hold

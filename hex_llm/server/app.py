@@ -20,7 +20,7 @@ from hex_llm.server.common.replies import Problem, error_reply, problem_of
 from hex_llm.server.docs import add_docs
 from hex_llm.server.gate import OPEN_PATHS, Gate, all_routes
 from hex_llm.server.metrics import Metrics
-from hex_llm.server.openai import chat, completions, pooling, responses
+from hex_llm.server.openai import chat, completions, models, pooling, responses
 from hex_llm.server.tgi import routes as tgi
 from hex_llm.server.vertex import routes as vertex
 
@@ -30,7 +30,7 @@ def create_app(backend: Backend, config: ServerConfig, metrics: Metrics | None =
     metrics = metrics or Metrics(backend.model_name)
     # The pages of docs_url and redoc_url would fetch scripts from elsewhere.
     app = FastAPI(title="hex_llm", docs_url=None, redoc_url=None)
-    for api in (completions, chat, responses, pooling, anthropic, tgi, tokens, vertex):
+    for api in (completions, models, chat, responses, pooling, anthropic, tgi, tokens, vertex):
         app.include_router(api.routes(backend, config))
     app.include_router(page.routes())
     app.include_router(measured.routes(backend, metrics))

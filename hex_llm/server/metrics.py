@@ -262,7 +262,9 @@ class _EngineNumbers(Collector):
         yield self._cache_config(s)
         labels = ["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         adapters = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
-        adapters.add_metric([self.model_name, "0", "", ""], time.time())
+        most = str(engine_status.limits.max_adapters if engine_status.limits else 0)
+        names = (",".join(one) for one in (s.running_adapters, s.waiting_adapters))
+        adapters.add_metric([self.model_name, most, *names], time.time())
         yield adapters
 
     def _cache_config(self, stats: Stats) -> Metric:

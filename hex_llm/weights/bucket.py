@@ -39,6 +39,7 @@ def fetch_from_bucket(address: str, cache: Path, wish: WantedFiles) -> Path:
         bucket = _open_bucket()
         entries = {_under(root, entry): entry for entry in _twice(lambda: bucket.ls(root, detail=True))}
     chosen = choose(entries, wish, address, "/")
+    wish.check_size(sum(entries[name]["size"] for name in chosen), address)
     folder = cache / _state(root, [entries[name] for name in chosen])
     broken_off = refusals(partial(_bucket_problem, address=address, silent="stopped half way"))
     with _locked(cache / f"{folder.name}.lock"), broken_off:

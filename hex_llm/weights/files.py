@@ -22,11 +22,20 @@ class WantedFiles:
 
     files: tuple[str, ...]
     required: tuple[str, ...]
+    max_bytes: int | None = None  # of all of them; None: any
+
+    def check_size(self, num_bytes: int, origin: str) -> None:
+        """Before anything is fetched."""
+        if self.max_bytes is not None and num_bytes > self.max_bytes:
+            raise SourceError(
+                f"{origin} has {num_bytes} bytes, more than {self.max_bytes}: not for this model"
+            )
 
 
 TEXT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 MODEL = WantedFiles((*TEXT, "*.safetensors"), ("*.safetensors",))
 TOKENIZER = WantedFiles(TEXT, ("tokenizer.json", "tokenizer.model", "vocab.json"))
+ADAPTER = WantedFiles(("adapter_config.json", "adapter_model.safetensors"), ("adapter_model.safetensors",))
 CONFIG = WantedFiles(("config.json", "generation_config.json"), ("config.json",))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 SILENCE_S = 2.0  # a connection that brings no byte for so long is given up; the library adds its pauses
 TRIES = 2
+ONE_AT_A_TIME = threading.Lock()  # threads of a process: what follows changes the library for all of them
 
 
 def commit_of(repo: str, revision: str | None, token: str | None) -> str:
@@ -31,20 +33,30 @@ def commit_of(repo: str, revision: str | None, token: str | None) -> str:
 
 
 def fetch_from_hub(
-    repo: str, file: str | None, revision: str | None, token: str | None, wish: WantedFiles
+    repo: str,
+    file: str | None,
+    revision: str | None,
+    token: str | None,
+    wish: WantedFiles,
+    cache: Path | None = None,
 ) -> Path:
-    """All files are of one commit, looked up once; those already in the hub's cache are not asked for."""
+    """All files are of one commit, looked up once; those already in the hub's cache are not asked for. A
+    `cache` is another one than the user's."""
     hub = _hub(token)
     with _bounded_hub(repo, revision):
-        commit = hub.resolve_revision(repo, revision=revision).resolved
-        hub.snapshot_download(repo, revision=commit, allow_patterns="config.json")  # keeps the listing too
-        names = [entry.path for entry in get_cached_repo_tree(repo, revision=commit)]
+        commit = hub.resolve_revision(repo, revision=revision, cache_dir=cache).resolved
+        # It keeps the listing too.
+        hub.snapshot_download(repo, revision=commit, allow_patterns="config.json", cache_dir=cache)
+        tree = get_cached_repo_tree(repo, revision=commit, cache_dir=cache)
+        names = [entry.path for entry in tree]
         if file and file not in names:
             raise SourceError(
                 f"{repo} has no file {file!r}; it has {some(like(names, '*.gguf')) or 'no GGUF'}"
             )
         chosen = [file] if file else choose(names, wish, repo, ":")
-        return folder_or_gguf([Path(hub.hf_hub_download(repo, name, revision=commit)) for name in chosen])
+        wish.check_size(sum(entry.size for entry in tree if entry.path in chosen), repo)
+        paths = [hub.hf_hub_download(repo, name, revision=commit, cache_dir=cache) for name in chosen]
+        return folder_or_gguf([Path(path) for path in paths])
 
 
 def _hub(token: str | None) -> HfApi:
@@ -57,16 +69,17 @@ def _bounded_hub(repo: str, revision: str | None) -> Iterator[None]:
     # It becomes a path in the cache.
     if revision is not None and (".." in revision or revision.startswith("/")):
         raise SourceError(f"{revision!r} is no branch, tag or commit; check --revision")
-    verbosity = hub_logging.get_verbosity()
-    hub_logging.set_verbosity(logging.ERROR)
-    usual = get_session()
-    set_client_factory(partial(_client_like, usual, _Patience(repo, revision)))
-    try:
-        with refusals(partial(_hub_problem, repo=repo, revision=revision)):
-            yield
-    finally:
-        set_client_factory(partial(_client_like, usual))
-        hub_logging.set_verbosity(verbosity)
+    with ONE_AT_A_TIME:
+        verbosity = hub_logging.get_verbosity()
+        hub_logging.set_verbosity(logging.ERROR)
+        usual = get_session()
+        set_client_factory(partial(_client_like, usual, _Patience(repo, revision)))
+        try:
+            with refusals(partial(_hub_problem, repo=repo, revision=revision)):
+                yield
+        finally:
+            set_client_factory(partial(_client_like, usual))
+            hub_logging.set_verbosity(verbosity)
 
 
 class _Patience:

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -166,12 +167,28 @@ def _indexed(folder: Path, names: dict[str, str]) -> Checkpoint:
     return {name: tensors[file][name] for name, file in names.items()}
 
 
+def read_tensors(path: Path, data: bytes) -> dict[str, Array]:
+    """All tensors of a file with these bytes, which are floats; `path` is what it is called."""
+    header = _parsed_header(path, BytesIO(data))
+    if other := next((one for one in header.values() if one.dtype not in FLOATS), None):
+        raise ModelError(f"tensor {other.name!r:.120} holds {other.dtype}, not floats")
+    return {
+        name: np.frombuffer(data, FLOATS[one.dtype], math.prod(one.shape), one.offset).reshape(one.shape)
+        for name, one in header.items()
+    }
+
+
 def _header(path: Path) -> dict[str, SafeTensor]:
     _check_file(path)
     try:
-        return {tensor.name: tensor for tensor in _tensors(path, path.open("rb"))}
+        return _parsed_header(path, path.open("rb"))
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def _parsed_header(path: Path, file: BinaryIO) -> dict[str, SafeTensor]:
+    try:
+        return {tensor.name: tensor for tensor in _tensors(path, file)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error) if type(error) is ValueError else "its header makes no sense"
         raise _broken(path, reason) from error
@@ -179,7 +196,9 @@ def _header(path: Path) -> dict[str, SafeTensor]:
 
 def _tensors(path: Path, file: BinaryIO) -> Iterator[SafeTensor]:
     """8 bytes of length, a JSON header of that length, then the tensors without a gap."""
-    length, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
     header = json.loads(file.read(length), object_pairs_hook=_unique)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hex_llm.config import EngineConfig
+from hex_llm.weights.adapter_source import AdapterNames
 from tests.browser.conftest import PHONE, Open, Serve
 from tests.browser.scripted import ScriptedBackend
 from tests.server.live import live
@@ -73,6 +75,16 @@ def test_shows_an_answer_while_it_grows(open_page: Open, serve: Serve, keep: Kee
     assert "tokens/s" in told
     assert "first token after" in told
     assert "33 tokens" in told  # with the end token
+
+
+def test_an_adapter_can_be_chosen(open_page: Open, backend: ScriptedBackend, url: str):
+    backend.adapters = AdapterNames(EngineConfig(enable_lora=True, lora_modules="sql=gs://bucket/sql"))
+    page = open_page(url)
+    for name, adapter in (("sql", ("sql", "gs://bucket/sql")), ("", None)):
+        set_knob(page, "dynamic_lora", name)
+        send(page)
+        until_idle(page)
+        assert backend.asked[-1].adapter == adapter
 
 
 @pytest.mark.parametrize("way", ["Escape", "button"])

@@ -11,8 +11,9 @@ from contextlib import suppress
 
 import pytest
 
-from hex_llm.config import MAX_INT, EngineConfig
+from hex_llm.config import EngineConfig
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull
+from hex_llm.flag_fields import MAX_INT
 from hex_llm.frontend.client import EngineClient
 from hex_llm.frontend.requests import Room
 from hex_llm.sampling_params import SamplingParams

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.models.decoder import gated_mlp
 from hex_llm.models.linear import FEW_ROWS, Dense, linear
-from hex_llm.models.params import FeedForward
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, FEW_ROWS[-1], FEW_ROWS[-1] + 1])
@@ -41,42 +36,3 @@ def test_products_of_bfloat16_are_summed_in_float32() -> None:
     assert out.dtype == jnp.bfloat16
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-8, atol=1e-4)  # rounded once
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Adapted:
-    """A matrix, and for each row of a step which of several others is added to it."""
-
-    base: Dense
-    others: Dense  # [N, *outputs, D]
-    which: jax.Array  # [T]
-
-    def matmul(self, x: jax.Array) -> jax.Array:
-        every = self.others.matmul(x)  # [T, N, *outputs]
-        return self.base.matmul(x) + every[jnp.arange(len(x)), self.which]
-
-    def gated(self, x: jax.Array, activation: Any, bias: Any = None) -> jax.Array:
-        both = self.matmul(x)
-        return activation(both[..., 0]) * both[..., 1]
-
-
-def test_a_matrix_can_know_of_each_row_without_the_decoder() -> None:
-    """What adapters need: the feed-forward of each row is that of its own weights."""
-    rng = np.random.default_rng(0)
-    base, others = (
-        FeedForward(*(rng.standard_normal((*n, *shape)) / 4 for shape in ((24, 2, 16), (16, 24))))
-        for n in ((), (3,))
-    )
-    x, which = jnp.asarray(rng.standard_normal((7, 16))), jnp.asarray([0, 2, 1, 1, 0, 2, 2])
-
-    def adapted(of_base: Any, of_others: Any, num_outputs: int) -> Adapted:
-        return Adapted(Dense(of_base, num_outputs), Dense(of_others, 1 + num_outputs), which)
-
-    both = FeedForward(adapted(base.gate_up, others.gate_up, 2), adapted(base.down, others.down, 1))
-    out = jax.jit(lambda x, w: gated_mlp(x, w, jax.nn.silu))(x, jax.tree.map(jnp.asarray, both))
-    for row, adapter, got in zip(x, which, out, strict=True):
-        alone = FeedForward(
-            Dense(base.gate_up + others.gate_up[adapter], 2), Dense(base.down + others.down[adapter])
-        )
-        np.testing.assert_allclose(got, gated_mlp(row[None], alone, jax.nn.silu)[0], rtol=1e-4, atol=1e-5)

@@ -6,17 +6,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Unpack
 
 import psutil
 
 from hex_llm.admission import make_request
+from hex_llm.config import EngineConfig
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.frontend.outputs import OutputCollector, for_engine
 from hex_llm.frontend.requests import Generation, Room
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import FinishReason, Request, Update
+from hex_llm.types import FinishReason, Request, RequestOptions, Update
+from hex_llm.weights.adapter_source import AdapterNames
 from tools.fake_engine import (  # noqa: F401
     BOS,
     EOS,
@@ -56,6 +59,7 @@ class FakeBackend:
     pooling = POOLING
     num_turns = 1
     sampling_defaults: Mapping[str, Any] = {}
+    adapters = AdapterNames(EngineConfig())
 
     def __init__(self, tokenizer: Tokenizer | None = None, *, ready: bool = True) -> None:
         self.ready = ready
@@ -72,7 +76,7 @@ class FakeBackend:
 
     @asynccontextmanager
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self, prompt: str | Sequence[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[Generation]:
         if self.error is not None:
             raise self.error
@@ -80,8 +84,7 @@ class FakeBackend:
             raise InvalidRequest("prompt: this server has no tokenizer", "prompt")
         ids = self.tokenizer.encode(prompt) if self.tokenizer and isinstance(prompt, str) else list(prompt)
         request = make_request(
-            f"fake-{len(self.asked)}", ids, params, LIMITS, self.tokenizer,
-            priority=priority, cache_salt=cache_salt,
+            f"fake-{len(self.asked)}", ids, params, replace(LIMITS, max_adapters=8), self.tokenizer, **options
         )  # fmt: skip
         self.asked.append(request)
         text = prompt if isinstance(prompt, str) else None

@@ -254,7 +254,7 @@ def test_each_reply_names_a_seed_of_its_own(backend: FakeBackend) -> None:
     ("parameters", "words"),
     [
         ({"watermark": True}, "`watermark`"),
-        ({"adapter_id": "x"}, "`adapter_id`"),
+        ({"adapter_id": "x"}, "--enable_lora"),
         ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
         ({"max_new_tokens": LIMITS.max_len}, f"must be <= {LIMITS.max_len}. Given: 6 `inputs` tokens"),
         ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),

@@ -142,7 +142,7 @@ def test_several_chats_through_generate(backend: FakeBackend) -> None:
         ({"instances": [{"prompt": "a", "topK": 1, "top_k": 1}]}, "top_k", "twice"),
         ({"prompt": "a", "max_tokens": 1, "parameters": {"maxOutputTokens": 1}}, "max_tokens", "twice"),
         ({"instances": [{"prompt": "a", "topP": 1.8}]}, "top_p", "top_p"),
-        ({"instances": [{"prompt": "a", "dynamic-lora": "gs://b"}]}, "dynamic-lora", "dynamic-lora"),
+        ({"instances": [{"prompt": "a", "dynamic-lora": "gs://b"}]}, "model", "--enable_lora"),
         ({"inputs": "a", "prompt": "a"}, "inputs", "unknown field"),
         ({"instances": [{"inputs": "a"}, {"prompt": "a"}]}, "prompt", "instances.1.prompt"),
         ({"instances": [{"inputs": "a", "details": True}]}, "details", "text"),

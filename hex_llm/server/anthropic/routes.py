@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from hex_llm.config import ServerConfig
 from hex_llm.frontend.outputs import Delta
 from hex_llm.server.anthropic.schemas import CountRequest, MessagesRequest
-from hex_llm.server.common.backend import Backend, answer, begin, size_of
+from hex_llm.server.common.backend import Backend, answer, begin, served_name, size_of
 from hex_llm.server.common.body_route import BodyRoute, checked
 from hex_llm.server.common.replies import Problem, Whole, encode, problem_of
 from hex_llm.server.common.streams import ReplyStream, StreamDelta, streamed, unless_gone
@@ -77,7 +77,7 @@ class GrowingMessage:
 
     def __init__(self, backend: Backend, talk: PreparedChat) -> None:
         self.content: list[Json] = []
-        self._model = backend.model_name
+        self._model = served_name(backend, talk.request)
         self._reader = talk.reader()
         self._num_output = 0
         self._texts: list[str] = []  # of the open block

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
 from hex_llm.frontend.outputs import raise_failure
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.common.body import EngineRequest
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import Logprobs, Pooling, RequestOutput
+from hex_llm.types import AdapterRef, Logprobs, Pooling, RequestOptions, RequestOutput
+from hex_llm.weights.adapter_source import AdapterNames
 
 T = TypeVar("T")
 Beginning = AbstractAsyncContextManager[Generation]  # entered, a request is under way; left, it is aborted
@@ -41,21 +42,41 @@ class Backend(Protocol):
         """Of SamplingParams, for what a request does not say."""
         ...
 
+    @property
+    def adapters(self) -> AdapterNames: ...
+
     def check_room(self, num_sequences: int) -> None:
         """To be asked before anything is made for a request's choices: raises InvalidRequest, if so many can
         never be taken together, or QueueFull. Each that is generated is counted then."""
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self, prompt: str | Sequence[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> Beginning:
         """A request under way, to be read while it grows; leaving it before its end aborts it."""
+
+
+def adapter_of(backend: Backend, model: str, dynamic_lora: str = "") -> AdapterRef | None:
+    """The adapter that these name; None: the model itself. Where requests can have adapters, a name that is
+    none is refused (AdapterNames.resolve): it must not get the model's own answer."""
+    names = backend.adapters
+    if dynamic_lora:
+        return names.resolve(dynamic_lora)
+    return names.resolve(model) if names.is_on and model not in ("", backend.model_name) else None
+
+
+def served_name(backend: Backend, request: EngineRequest) -> str:
+    """Of what answers, as a reply tells it."""
+    adapter = adapter_of(backend, request.model, request.dynamic_lora)
+    return backend.model_name if adapter is None else adapter.name
 
 
 def begin(
     backend: Backend, prompt: str | list[int], request: EngineRequest, params: SamplingParams
 ) -> Beginning:
     """As `Backend.generate`, with what the request says besides."""
-    return backend.generate(prompt, params, priority=request.priority, cache_salt=request.cache_salt)
+    adapter = adapter_of(backend, request.model, request.dynamic_lora)
+    options = RequestOptions(priority=request.priority, cache_salt=request.cache_salt, adapter=adapter)
+    return backend.generate(prompt, params, **options)
 
 
 async def answer(

@@ -248,7 +248,8 @@ class Structured(Body):
 class EngineRequest(Body):
     """What requests of every kind have."""
 
-    model: str = ""  # there is only one, which --strict_model_name holds it to
+    model: str = ""  # the one that there is, or an adapter; other names: see backend.adapter_of
+    dynamic_lora: str = ""  # an adapter, whatever the model
     user: str = ""
     priority: Whole = 0
     cache_salt: str = ""

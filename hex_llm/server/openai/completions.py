@@ -1,14 +1,12 @@
-"""OpenAI's /v1/completions and /v1/models.
+"""OpenAI's /v1/completions.
 
 A request's fields become sampling parameters, and an output becomes a reply; the rest is the backend's.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -161,24 +159,9 @@ async def completion_reply(
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     router = APIRouter(prefix="/v1", route_class=BodyRoute)
-    started = int(time.time())
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await completion_reply(backend, request, body, config)
-
-    @router.get("/models")
-    async def models() -> dict[str, Any]:
-        card = {
-            "id": backend.model_name,
-            "object": "model",
-            "created": started,
-            "owned_by": "hex_llm",
-            "root": backend.model_name,
-            "parent": None,
-            "max_model_len": backend.max_len,
-            "permission": [],
-        }
-        return {"object": "list", "data": [card]}
 
     return router

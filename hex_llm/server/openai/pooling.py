@@ -16,7 +16,7 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend import pooling
 from hex_llm.frontend.beside import read
-from hex_llm.server.common.backend import Backend, answer, together
+from hex_llm.server.common.backend import Backend, answer, served_name, together
 from hex_llm.server.common.body import MAX_PROMPTS, Body, EngineRequest, OneOrMoreTexts, Whole
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed
@@ -88,12 +88,12 @@ async def pooled(
     return await together(one(*numbered) for numbered in enumerate(prompts))
 
 
-def head(backend: Backend, prefix: str, outputs: Sequence[RequestOutput]) -> Fields:
+def head(backend: Backend, body: PoolingRequest, prefix: str, outputs: Sequence[RequestOutput]) -> Fields:
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
-        "model": backend.model_name,
+        "model": served_name(backend, body),
         "usage": usage(
             (one.prompt_token_ids for one in outputs), 0, sum(o.num_cached_tokens for o in outputs)
         ),
@@ -113,7 +113,7 @@ async def embed(backend: Backend, body: EmbeddingRequest) -> WholeReply:
 
     def make() -> Fields:
         data = [{"object": "embedding", "index": i, "embedding": told(o)} for i, o in enumerate(outputs)]
-        return {**head(backend, "embd", outputs), "data": data}
+        return {**head(backend, body, "embd", outputs), "data": data}
 
     return WholeReply(len(outputs) * (body.dimensions or how.size), make)
 
@@ -130,7 +130,7 @@ async def scores(
 async def score(backend: Backend, body: ScoreRequest) -> WholeReply:
     told, outputs = await scores(backend, body, body.pairs())
     data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(told)]
-    return WholeReply(len(data), lambda: {**head(backend, "score", outputs), "data": data})
+    return WholeReply(len(data), lambda: {**head(backend, body, "score", outputs), "data": data})
 
 
 async def rerank(backend: Backend, body: RerankRequest) -> WholeReply:
@@ -142,7 +142,9 @@ async def rerank(backend: Backend, body: RerankRequest) -> WholeReply:
         | ({"document": {"text": texts[i]}} if body.return_documents else {})
         for i in order
     ]
-    return WholeReply(len(results), lambda: {**head(backend, "rerank", outputs), "results": Listed(results)})
+    return WholeReply(
+        len(results), lambda: {**head(backend, body, "rerank", outputs), "results": Listed(results)}
+    )
 
 
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hex_llm.config import ServerConfig
-from hex_llm.errors import InvalidRequest, UnknownModel
+from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
-from hex_llm.server.common.backend import Backend, Beginning, answer
+from hex_llm.server.common.backend import Backend, Beginning, adapter_of, answer, served_name
 from hex_llm.server.common.beams import beam_search
-from hex_llm.server.common.body import shown
 from hex_llm.server.common.replies import DONE, encode, event
 from hex_llm.server.common.streams import ReplyStream, StreamDelta, refuse_best_of
 from hex_llm.server.openai.schemas import OpenAIRequest, StreamOptions
 from hex_llm.types import CompletionOutput, RequestOutput
+from hex_llm.weights.adapter_source import unknown
 
 Fields = dict[str, Any]
 NULL = b"null"
@@ -30,8 +30,9 @@ UNSAID = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_param
 
 def check_model(backend: Backend, config: ServerConfig, model: str) -> None:
     """Who names no model means the one that there is."""
-    if config.strict_model_name and model and model != backend.model_name:
-        raise UnknownModel(f"The model `{shown(model)}` does not exist.", "model")
+    adapter = adapter_of(backend, model)
+    if adapter is None and config.strict_model_name and model and model != backend.model_name:
+        raise unknown(model)
 
 
 async def answered(
@@ -47,7 +48,7 @@ def head_of(backend: Backend, request: OpenAIRequest, prefix: str, kind: str) ->
         "id": f"{prefix}-{request.request_id or uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": backend.model_name,
+        "model": served_name(backend, request),
     }
 
 

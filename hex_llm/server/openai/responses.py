@@ -18,7 +18,7 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.beside import read, shaped
 from hex_llm.frontend.outputs import Delta, raise_failure
-from hex_llm.server.common.backend import Backend, answer, begin, size_of
+from hex_llm.server.common.backend import Backend, answer, begin, served_name, size_of
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Listed, Whole, encode, problem_of
 from hex_llm.server.common.streams import Pieces, delta_size, streamed, unless_gone
@@ -231,7 +231,7 @@ def _head(backend: Backend, request: ResponsesRequest, talk: PreparedChat) -> Fi
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata,
-        "model": backend.model_name,
+        "model": served_name(backend, talk.request),
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls,
         "previous_response_id": None,

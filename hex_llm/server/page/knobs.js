@@ -87,6 +87,9 @@ export const SECTIONS = [
     { name: "format_text", label: "", area: true, hint: "" },
     check("skip_special_tokens", "Show special tokens", "Such as the end token, as text.", false),
   ]],
+  ["Adapter", [
+    area("dynamic_lora", "LoRA adapter", "none", "Its name, gs://…, or its id on the hub, where the server takes them.", (text) => text.trim()),
+  ]],
   ["Insight", [
     { name: "logprobs", label: "Token probabilities", check: true, hint: "Tints every token; hover for its alternatives." },
   ]],

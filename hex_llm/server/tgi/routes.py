@@ -23,7 +23,7 @@ from hex_llm.frontend.beside import shaped
 from hex_llm.frontend.outputs import Delta, raise_failure
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import MAX_CHOICES, SamplingParams
-from hex_llm.server.common.backend import Backend, size_of
+from hex_llm.server.common.backend import Backend, adapter_of, size_of
 from hex_llm.server.common.body import MAX_PROMPTS, parse
 from hex_llm.server.common.body_route import BodyRoute, checked
 from hex_llm.server.common.replies import Listed, Whole, error_reply, event, ours
@@ -100,7 +100,8 @@ async def _started(
         raise InvalidRequest.at("inputs", "this server has no tokenizer (--skip_tokenizer_init)")
     if not request.inputs:
         raise InvalidRequest("`inputs` cannot be empty", "inputs")
-    async with backend.generate(request.inputs, params) as generation:
+    adapter = adapter_of(backend, "", request.parameters.adapter_id or "")
+    async with backend.generate(request.inputs, params, adapter=adapter) as generation:
         num_input, num_new = len(generation.collector.request.prompt_ids), request.parameters.max_new_tokens
         if num_new is not None and num_input + num_new > backend.max_len:
             raise InvalidRequest(

@@ -106,8 +106,6 @@ class Parameters(Body):
     def _check(self, streamed: bool) -> None:
         if self.watermark:
             raise InvalidRequest("`watermark` is not built", "watermark")
-        if self.adapter_id is not None:
-            raise InvalidRequest("`adapter_id`: adapters are not built yet", "adapter_id")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise InvalidRequest("`max_new_tokens` must be strictly positive", "max_new_tokens")
         if self.truncate is not None and self.truncate < 1:

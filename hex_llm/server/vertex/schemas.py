@@ -13,7 +13,12 @@ from hex_llm.server.tgi import schemas as tgi
 Fields = dict[str, Any]
 
 MARK = "@requestFormat"  # its one value makes an instance a chat completion
-ALIASES = {"maxDecodeSteps": "max_tokens", "maxOutputTokens": "max_tokens", "topK": "top_k", "topP": "top_p"}
+ALIASES = {
+    **dict.fromkeys(("maxDecodeSteps", "maxOutputTokens"), "max_tokens"),
+    **dict.fromkeys(("dynamic-lora", "lora_id"), "dynamic_lora"),
+    "topK": "top_k",
+    "topP": "top_p",
+}
 
 
 class GenerateRequest(Sampling):
@@ -164,5 +169,7 @@ def _tgi_request(instance: Fields, where: str) -> tgi.GenerateRequest:
         if "max_new_tokens" in values:
             raise InvalidRequest(f"{where}max_new_tokens is given twice", "max_new_tokens")
         values["max_new_tokens"] = values.pop("max_tokens")
+    if "dynamic_lora" in values:
+        values = {"adapter_id": values.pop("dynamic_lora"), **values}
     parameters = parse(tgi.Parameters, {"do_sample": True, **values}, where)
     return parse(tgi.GenerateRequest, {"inputs": instance.get("inputs"), "parameters": parameters}, where)

@@ -1,0 +1,136 @@
+"""Adapters (LoRA) of a step's rows: a matrix around another, which adds to each row what its own one says.
+
+Adapters lie in slots. An adapter adds up @ down to a matrix; where several modules of a checkpoint are fused
+into one matrix, each has ranks of its own, and zeros in `up` where it has no outputs. Rows ask all slots at
+once and keep the answer of their own one: others add exact zeros, for everything in a slot is finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hex_llm.kernels.experts import Activation
+from hex_llm.models.linear import Dense
+from hex_llm.models.params import FeedForward, Param, Piece, Weights, abstract_weights
+from hex_llm.models.spec import ModelSpec
+
+HEAD = ".head"  # the path of the head
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotMatrices:
+    """What all slots add to a matrix [*outputs, *inputs]."""
+
+    down: Any  # [slots, ranks, *inputs]
+    up: Any  # [*outputs, slots, ranks]
+
+
+Slots = dict[str, SlotMatrices]  # by the path of their matrix in the tree of weights
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """A Matrix."""
+
+    base: Any
+    slots: SlotMatrices
+    which: Any  # int32 [T]: each row's slot, counted from 1; 0: it has no adapter
+
+    def matmul(self, x: jax.Array) -> jax.Array:
+        ranks = self._of_own_slot(Dense(self.slots.down, num_outputs=2).matmul(x))
+        out = self.base.matmul(x)
+        return out + Dense(self.slots.up, num_outputs=out.ndim - 1).matmul(ranks)
+
+    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
+        both = self.matmul(x)
+        both = both if bias is None else both + bias
+        return activation(both[..., 0]) * both[..., 1]
+
+    def rows(self, which: jax.Array) -> jax.Array:
+        ranks = self._of_own_slot(self.slots.up[which])
+        down = self.slots.down.reshape(ranks.shape[1], -1)
+        return self.base.rows(which) + jnp.dot(ranks, down, preferred_element_type=jnp.float32)
+
+    def _of_own_slot(self, ranks: jax.Array) -> jax.Array:
+        """[T, slots, ranks] -> [T, slots * ranks], zeros in other slots."""
+        own = self.which[:, None] == jnp.arange(1, ranks.shape[1] + 1)
+        return jnp.where(own[..., None], ranks, 0).reshape(len(ranks), -1)
+
+
+def adapt(weights: Weights, slots: Slots, which: jax.Array) -> Weights:
+    """`which` [T]: the slots of a step's tokens."""
+
+    def wrap(path: Any, node: Any) -> Any:
+        own = slots.get(jax.tree_util.keystr(path))
+        return node if own is None else Adapted(node, own, which)
+
+    # An adapter of the head is none of the embedding that it may be tied to.
+    separate = replace(weights, head=weights.lm_head)
+    adapted: Weights = jax.tree_util.tree_map_with_path(
+        wrap, separate, is_leaf=lambda node: hasattr(node, "matmul")
+    )
+    return adapted
+
+
+# ---- where an adapter's modules go
+
+
+def adaptable(spec: ModelSpec) -> dict[str, Dense]:
+    """The declared matrices that adapters can add to, by their paths: all but those of routed experts."""
+
+    def is_routed(node: Any) -> bool:
+        return isinstance(node, FeedForward) and node.router is not None
+
+    def without_experts(node: Any) -> Any:
+        return replace(node, gate_up=None, down=None) if is_routed(node) else node
+
+    weights = abstract_weights(replace(spec, tied=False))  # the head has a name of its own even then
+    weights = jax.tree.map(without_experts, weights, is_leaf=lambda n: is_routed(n) or isinstance(n, Dense))
+    found = jax.tree_util.tree_flatten_with_path(weights, is_leaf=lambda node: isinstance(node, Dense))[0]
+    return {jax.tree_util.keystr(path): node for path, node in found if isinstance(node, Dense)}
+
+
+def module_names(matrix: Dense) -> list[str]:
+    """Those of a checkpoint that are fused into it."""
+    return list(dict.fromkeys(piece.name.removesuffix(".weight") for piece in matrix.array.pieces))
+
+
+def slot_params(matrix: Dense, num_slots: int, max_rank: int) -> SlotMatrices:
+    """Of Params, which are divided over devices as the matrix is."""
+    param, num, ranks = matrix.array, matrix.num_outputs, len(module_names(matrix)) * max_rank
+    return SlotMatrices(
+        Param((num_slots, ranks, *param.shape[num:]), (None, None, *param.axes[num:]), ()),
+        Param((*param.shape[:num], num_slots, ranks), (*param.axes[:num], None, None), ()),
+    )
+
+
+def adapter_params(matrix: Dense, ranks: Mapping[str, int], max_rank: int) -> SlotMatrices:
+    """Of Params [modules, rank, *inputs] and [*outputs, modules, rank], made of one adapter's tensors, whose
+    modules have these ranks. Their pieces are named as the matrix's, for each of the two."""
+    param, names, num = matrix.array, module_names(matrix), matrix.num_outputs
+    downs: list[Piece] = []
+    ups: list[Piece] = []
+    for piece in param.pieces:
+        module = piece.name.removesuffix(".weight")
+        if (rank := ranks.get(module)) is None:
+            continue
+        own = (names.index(module), slice(0, rank))
+        to = (*piece.to, *(slice(None),) * (len(param.shape) - len(piece.to)))
+        num_out = sum(isinstance(at, slice) for at in to[:num])  # axes of the piece that are outputs
+        (outputs, inputs), (axis, offset) = piece.shape, piece.start
+        view, start = (rank, *piece.view[num_out:]), (1, offset * (axis == 1))
+        downs.append(Piece(module, (rank, inputs), view, (*own, *to[num:]), start))
+        view, start = (*piece.view[:num_out], rank), (0, offset * (axis == 0))
+        ups.append(Piece(module, (outputs, rank), view, (*to[:num], *own), start, repeat=piece.repeat))
+    shape, ranked = param.shape, (len(names), max_rank)
+    return SlotMatrices(
+        Param((*ranked, *shape[num:]), (None,) * (2 + len(shape) - num), tuple(downs)),
+        Param((*shape[:num], *ranked), (None,) * (2 + num), tuple(ups)),
+    )
