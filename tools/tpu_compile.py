@@ -44,7 +44,7 @@ from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import StepShape, num_choices
 from hex_llm.execution.programs import ProgramSpec
 from hex_llm.execution.slots import SlotLayout
-from hex_llm.kernels import tpu, tpu_experts
+from hex_llm.kernels import reference, tpu, tpu_experts
 from hex_llm.models.params import Param, abstract_weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, TP, make_mesh, sharding
@@ -97,7 +97,8 @@ def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Progr
     choice of tokens."""
     spec, mesh, layout = setting.spec, setting.mesh, setting.layout
     num_blocks = -(-sizes.tokens // sizes.block_size) + 1
-    shape = (num_blocks, sizes.block_size, spec.num_kv_heads, 2, tpu.padded_head_dim(spec.head_dim))
+    width = spec.head_dim if spec.sinks else tpu.padded_head_dim(spec.head_dim)
+    shape = (num_blocks, sizes.block_size, spec.num_kv_heads, 2, width)
     page = jax.ShapeDtypeStruct(shape, DTYPE, sharding=NamedSharding(mesh, PAGES))
     slots = jax.ShapeDtypeStruct(
         (layout.num_slots, layout.width), jnp.int32, sharding=NamedSharding(mesh, P())
@@ -141,6 +142,7 @@ def setting_of(
     num_kv_heads = spec.num_kv_heads // mesh.size
     fits = tpu.can_attend(num_kv_heads, spec.head_dim, sizes.block_size, masks, DTYPE)
     assert fits, "the reference would serve this model"
+    attend = reference.paged_attention if spec.sinks else tpu.paged_attention
     device = AbstractDevice(chip.kind, num_cores=1, platform="tpu")
     seen: Any = AbstractMesh((mesh.size,), (TP,), (AxisType.Auto,), abstract_device=device)
     return programs.ProgramContext(
@@ -148,7 +150,7 @@ def setting_of(
         mesh,  # type: ignore[arg-type]
         SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size, -(-sizes.max_len // sizes.block_size)),
         num_choices(sizes.batch),
-        programs.split_by_head(tpu.paged_attention, seen),
+        programs.split_by_head(attend, seen),
         programs.split_by_width(tpu_experts.fused_moe, seen),
     )
 
