@@ -81,7 +81,7 @@ def test_after_warm_up_nothing_is_compiled(folder: Path, llm: LLM) -> None:
     assert set(warm.engine.stepper.runner.compiled) == compiled
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_devices_change_nothing(tmp_path: Path, devices: int) -> None:
     """2 KV heads: one for each of two devices, and each held four times by eight."""
     tiny = Tiny("wide", "LlamaForCausalLM", {"num_attention_heads": 8})
@@ -195,6 +195,7 @@ def test_own_parameters_for_each_prompt(llm: LLM) -> None:
     assert [len(ids) for ids in tokens(llm, [[1], [2]], params)] == [3, 5]
 
 
+@pytest.mark.slow
 def test_dummy_weights_need_only_a_config(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     first, again = (LLM(model=tmp_path, **FLAGS, load_format="dummy", seed=3) for _ in range(2))

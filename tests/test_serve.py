@@ -191,7 +191,7 @@ def test_a_server_that_loads_can_be_shut_down(stop: signal.Signals) -> None:
     assert "Traceback" not in "".join(lines)
 
 
-@pytest.mark.parametrize(("drain_s", "num_signals"), [(1, 1), (60, 2)])
+@pytest.mark.parametrize(("drain_s", "num_signals"), [(1, 1), pytest.param(60, 2, marks=pytest.mark.slow)])
 def test_requests_are_not_waited_for_for_ever(drain_s: int, num_signals: int) -> None:
     process = start_fake("FakeEngine()", drain_timeout=drain_s)
     with serving(process) as (address, lines):
@@ -316,7 +316,7 @@ def test_numbers_of_a_running_server() -> None:
         assert httpx.get(f"{address}/stats").json()["kv_usage"] == 0.25
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_running_requests_are_finished_when_all_processes_get_the_signal(sign: signal.Signals) -> None:
     """As a terminal and a supervisor send them."""
     process = start_fake("FakeEngine(step_s=0.02)")
@@ -340,7 +340,7 @@ def post(address: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{address}/v1/completions", json=body, timeout=60)
 
 
-@pytest.mark.parametrize("fault", ["killed", "step"])
+@pytest.mark.parametrize("fault", ["killed", pytest.param("step", marks=pytest.mark.slow)])
 def test_the_engines_death_is_told_to_everyone(fault: str) -> None:
     process = start_fake("FakeEngine(step_s=0.01)")
     with serving(process) as (address, _):
@@ -355,7 +355,7 @@ def test_the_engines_death_is_told_to_everyone(fault: str) -> None:
             else:
                 asked.append(pool.submit(post, address, {"prompt": [FAILS_TO_STEP]}))
             replies = [one.result() for one in asked]
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
         assert {reply.status_code for reply in replies} == {503}
         assert not any("0x7f" in reply.text for reply in replies)
         assert status_of(address) == 503

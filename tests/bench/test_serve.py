@@ -114,7 +114,10 @@ def test_settings_reach_the_server() -> None:
     assert (params.temperature, params.top_k, params.min_tokens, params.ignore_eos) == (0.5, 7, 3, True)
 
 
-@pytest.mark.parametrize("backend_name", ["vllm", "openai-chat", "tgi", "vertex"])
+@pytest.mark.parametrize(
+    "backend_name",
+    ["vllm", "openai-chat", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tgi", "vertex"))],
+)
 def test_a_turn_continues_the_answer_before(backend_name: str) -> None:
     backend = FakeBackend(byte_tokenizer())
     turns = ["--dataset-name=multi-turn", "--num-prompts=4", "--multi-turn-num-conversations=1"]
@@ -136,6 +139,7 @@ def test_a_mixture(url: str, tmp_path: Path) -> None:
 # ---- two servers, and a picture
 
 
+@pytest.mark.slow
 def test_compare(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "compared.json"
     more = ["--rounds=2", "--request-rate=400,800", "--save-result", f"--result-filename={path}"]
@@ -149,6 +153,7 @@ def test_compare(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {"output_throughput", "p99_itl_ms"} <= {one["metric"] for one in first["compared"]}
 
 
+@pytest.mark.slow
 def test_a_plot(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"

@@ -40,6 +40,7 @@ def test_capital_of_france(llm: LLM) -> None:
     assert out.outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_every_token_is_the_judges_choice(llm: LLM, judge: Any) -> None:
     """Each of our tokens is transformers' likeliest after those before it: its greedy search is ours."""
     for prompt, output in generate(llm, PROMPTS[:NUM_FAST_PROMPTS], NUM_TOKENS):

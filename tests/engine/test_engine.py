@@ -66,6 +66,7 @@ def test_greedy_tokens_are_the_judges(engine: Engine, judge: Any) -> None:
     assert tokens(one(engine, greedy())) == greedy_tokens(judge, PROMPT, 12)
 
 
+@pytest.mark.slow
 def test_programs_that_leave_out_what_is_not_wanted_choose_the_same(engine: Engine, folder: Path) -> None:
     params = [
         {"temperature": 0},

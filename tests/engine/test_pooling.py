@@ -71,7 +71,13 @@ def check(got: list[list[float]], expected: list[np.ndarray[Any, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices"), [("LAST", 1), ("LAST", 4), ("MEAN", 1), ("MEAN", 4), ("CLS", 1)]
+    ("kind", "devices"),
+    [
+        ("LAST", 4),
+        ("MEAN", 1),
+        ("CLS", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("LAST", 1), ("MEAN", 4))),
+    ],
 )
 def test_hidden_states(folder: Path, hidden: list[Any], kind: str, devices: int) -> None:
     llm = LLM(folder, **FLAGS, tensor_parallel_size=devices, pooler_config=config(kind, normalize=False))

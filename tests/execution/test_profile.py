@@ -56,6 +56,7 @@ def test_the_first_steps_are_recorded_and_then_no_more(
     ]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_sooner_writes_what_there_is(tmp_path: Path) -> None:
     TINY.save(tmp_path / "model")
     command = [sys.executable, "-c", AT_EXIT, str(tmp_path / "model"), str(tmp_path / "trace")]

@@ -380,7 +380,7 @@ def test_a_request_has_only_so_much_time(stream: bool, tmp_path: Path) -> None:
         started = time.monotonic()
         with pytest.raises(TimedOut, match=r"0.3 s"):
             await (read(client) if stream else complete(client, [5], LONG))
-        assert 0.2 < time.monotonic() - started < 10
+        assert 0.2 < time.monotonic() - started < 25
         await until(lambda: "idle" in journal.read_text())
         assert journal.read_text().split() == ["add", "abort", "idle"]
         await complete(client, [5], SHORT)

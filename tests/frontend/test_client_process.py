@@ -44,7 +44,7 @@ def test_a_killed_engine_ends_every_request(sign: signal.Signals) -> None:
         started = time.monotonic()
         os.kill(process_of(client).pid, sign)
         assert_all_stopped(await asyncio.gather(*tasks, return_exceptions=True))
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
         assert not client.ready
         assert not client.requests
         with pytest.raises(EngineStopped, match="restarted"):
@@ -125,7 +125,7 @@ def test_an_engine_that_hangs_is_killed_in_the_end() -> None:
         await asyncio.sleep(0.3)
         started = time.monotonic()
         await client.stop(0.5)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
         assert_all_stopped(await asyncio.gather(task, return_exceptions=True))
 
     with_client(test)
@@ -199,7 +199,7 @@ def test_loading_can_be_given_up() -> None:
         starting.cancel()
         started = time.monotonic()
         await client.stop(60)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
         assert not worker.is_running()
 
     asyncio.run(run())

@@ -55,7 +55,7 @@ def test_a_full_server_says_so_though_its_engine_is_stopped() -> None:
                 await complete(client, "text", SHORT)
             with pytest.raises(InvalidRequest, match="max_concurrent_requests"):
                 await complete(client, "text", SamplingParams(n=5))
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
         assert not codec.threads
         for task in tasks:  # that nobody waits for them does not end them in the engine
             task.cancel()

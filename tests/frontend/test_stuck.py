@@ -94,7 +94,7 @@ def test_a_step_that_takes_too_long_is_ended() -> None:
         dead, began = process_of(client), time.monotonic()
         tasks = [asyncio.create_task(complete(client, [i], LONG)) for i in (5, HANGS)]
         ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
-        assert 2 < time.monotonic() - began < 10
+        assert 2 < time.monotonic() - began < 25
         assert all(isinstance(end, EngineStopped) for end in ends), ends
         await assert_serves_again(client, dead)
 
@@ -161,7 +161,7 @@ def test_a_stopped_engine_does_not_hold_up_the_end() -> None:
         os.kill(worker.pid, signal.SIGSTOP)
         started = time.monotonic()
         await client.stop(0.5)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
         assert not worker.is_running()
 
     with_client(test)

@@ -81,7 +81,7 @@ def test_beside_the_reference(
     assert begun == [mask.window]
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("window", [None, 90])
 def test_exactly(
     begun: list[int | None], splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,15 @@ SPLIT_SELDOM = [
 ]
 # They show nothing that others do not show together.
 RARE = {
+    "llama2",
+    "llama4-dense-between",
+    "llama4-scout-vision",
+    "gemma-7b",
+    "gemma2-27b",
+    "mixtral-8x22b",
+    "mistral-v0.3-head-dim",
+    "qwen2-untied",
+    "smollm2",
     "llama-guard-3",
     "codellama",
     "llama-dynamic-short",

@@ -113,7 +113,9 @@ def test_a_model_that_transformers_quantized(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flag", "devices"), [("int8", 1), ("int4", 4), ("fp8", 4)])
-@pytest.mark.parametrize("tiny", [LLAMA, MIXTRAL], ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize(
+    "tiny", [LLAMA, pytest.param(MIXTRAL, marks=pytest.mark.slow)], ids=lambda tiny: tiny.name
+)
 def test_plain_models_are_quantized_while_they_are_loaded(
     tiny: Tiny, flag: str, devices: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

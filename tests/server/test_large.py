@@ -73,6 +73,7 @@ def test_the_loop_goes_on_while_a_large_reply_is_made(path: str, body: dict[str,
     assert pause < PAUSE_S
 
 
+@pytest.mark.slow
 def test_large_replies_say_what_small_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     for large in 1, 10**9:

@@ -90,7 +90,7 @@ def test_hostile_ones_are_bounded(default: Setting, name: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         compiling = pool.submit(default.compile, **BOMBS[name])
         longest = longest_wait(compiling.done)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 25
     assert longest < 0.5  # other threads run meanwhile
     try:
         matcher = compiling.result()
@@ -98,7 +98,7 @@ def test_hostile_ones_are_bounded(default: Setting, name: str) -> None:
         follow(default, matcher)
     except InvalidRequest:  # as it may be
         pass
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 25
     assert psutil.Process().memory_info().rss - memory < 150 << 20
     assert default.factory.quick.process is process  # only its child has died
     assert default.compile(choice=("x",)).accept(default.id_of("x"))
@@ -138,6 +138,7 @@ def test_what_gets_too_complex_later_ends_its_request_only(
         matcher.mask()
 
 
+@pytest.mark.slow
 def test_nothing_else_is_kept_of_what_is_done(default: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "KEPT_BYTES", 1 << 20)
 
@@ -226,6 +227,7 @@ def test_what_is_kept_is_bounded_in_bytes(default: Setting, monkeypatch: pytest.
     factory.close()
 
 
+@pytest.mark.slow
 def test_the_choices_of_a_request_share_its_time(default: Setting) -> None:
     first = default.compile(grammar=AMBIGUOUS)
     copies, num_followed = [first.copy() for _ in range(16)], 0

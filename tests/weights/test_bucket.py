@@ -115,7 +115,7 @@ def test_the_bucket_fails_and_the_next_start_completes(
     begin = time.monotonic()
     with pytest.raises(SourceError) as refused:
         fetch("gs://b/m", cache_dir=cache)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 25
     assert_one_line(str(refused.value), *words)
     assert not [path for path in cache.glob("gs/*") if path.is_dir() and path.suffix != ".part"]
     assert not list(cache.rglob("*.tmp"))

