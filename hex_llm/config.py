@@ -68,7 +68,7 @@ class EngineConfig:
     )
     dtype: str = model_flag(
         "auto",
-        "The type of weights and activations; auto takes the checkpoint's.",
+        "The type of weights and activations; auto is bfloat16, on CPUs float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str | None = model_flag(

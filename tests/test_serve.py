@@ -289,6 +289,7 @@ def test_a_stopped_engine_does_not_outlive_its_server() -> None:
         assert seconds_until_gone(children) < 10
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_does_not_hold_up_sigterm() -> None:
     process = start_fake("FakeEngine()")
     with serving(process) as (address, _):

@@ -87,7 +87,7 @@ def build_engine(
     mesh = make_mesh(config.tensor_parallel_size)
     held = spec.split_over(mesh.size)
     devices = list(mesh.devices.flat)
-    dtype = resolve_dtype(config.dtype, spec.dtype, devices[0].platform)
+    dtype = resolve_dtype(config.dtype, devices[0].platform)
     platform = str(devices[0].platform)
     choice = Devices(platform, len(devices), config.block_size, dtype)
     kernels = choose_kernels(held, choice)
@@ -173,13 +173,12 @@ def describe_memory(engine: Engine) -> str:
     return account(*in_use, runner.mesh, pool.num_blocks, pool.block_size)
 
 
-def resolve_dtype(name: str, stored: str, platform: str) -> np.dtype[Any]:
-    """auto: the checkpoint's own, but float32 on CPUs, where bfloat16 is many times slower."""
+def resolve_dtype(name: str, platform: str) -> np.dtype[Any]:
+    """auto: what there are kernels for, whatever the checkpoint's is: bfloat16, but float32 on CPUs, where
+    bfloat16 is many times slower."""
     if name != "auto":
         return np.dtype(DTYPES[name])
-    if platform == "cpu":
-        return np.dtype(np.float32)
-    return np.dtype(jnp.float16 if stored == "float16" and platform == "gpu" else jnp.bfloat16)
+    return np.dtype(np.float32 if platform == "cpu" else jnp.bfloat16)
 
 
 def _check_hosts(config: EngineConfig) -> None:

@@ -54,7 +54,6 @@ def baseline(c: HFConfig, *, theta: float = 10_000.0, interleaved: bool = False)
         activation=_activation(c.text("hidden_act", "silu")),
         tied=c.boolean("tie_word_embeddings"),
         eos_ids=c.ids("eos_token_id"),
-        dtype=c.text("dtype", c.text("torch_dtype", "bfloat16")),
     )
 
 
@@ -333,7 +332,7 @@ def text_half(family: Callable[[HFConfig], ModelSpec]) -> Callable[[HFConfig], M
     """Of a model that has vision, whose weights are skipped."""
 
     def of_text(c: HFConfig) -> ModelSpec:
-        outer = {k: v for k, v in c.values.items() if k in ("torch_dtype", "dtype", "eos_token_id")}
+        outer = {"eos_token_id": c.get("eos_token_id")} if "eos_token_id" in c.values else {}
         spec = family(HFConfig({**c.section("text_config").values, **outer}))
         prefix = "language_model."
         names = replace(spec.names, prefix=prefix + spec.names.prefix, head=prefix + spec.names.head)

@@ -118,7 +118,6 @@ class ModelSpec:
         None  # RMS norm of q and k before rope, of heads or across them
     )
     eos_ids: tuple[int, ...] = ()
-    dtype: str = "bfloat16"  # of the checkpoint, as its config says
     kv_repeat: int = 1  # each KV head is held this many times, so that every device has one
     num_stored_heads: int | None = None  # query heads of the checkpoint, where num_heads are more
     names: CheckpointNames = field(default_factory=CheckpointNames)

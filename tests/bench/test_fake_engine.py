@@ -23,6 +23,7 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_conversations_find_their_prefix(tokenizer: Path, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     turns = ["--dataset-name=multi-turn", "--multi-turn-num-conversations=1", "--num-prompts=3"]

@@ -94,6 +94,7 @@ def test_the_file_has_vllms_keys_and_what_the_server_knows(url: str, tmp_path: P
     assert result["server"]["late_compiles"] == 0
 
 
+@pytest.mark.slow
 def test_files_are_named_and_appended_to(url: str, tmp_path: Path) -> None:
     assert bench(url, "--save-result", f"--result-dir={tmp_path}", "--max-concurrency=3", "--label=x") == 0
     (path,) = tmp_path.iterdir()

@@ -25,7 +25,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-LIKE_OTHERS = ("MistralForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM")
+LIKE_OTHERS = ("MistralForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM", "Phi3ForCausalLM")
 
 
 @pytest.mark.parametrize(

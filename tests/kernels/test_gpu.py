@@ -94,7 +94,7 @@ def check(
     [
         (Mask(), None, 3, 16, 16, jnp.float32),
         (Mask(window=5), 1.5, 1, 96, 8, jnp.float32),
-        (Mask(window=100), None, 7, 64, 32, jnp.bfloat16),
+        pytest.param(Mask(window=100), None, 7, 64, 32, jnp.bfloat16, marks=pytest.mark.slow),
         (Mask(attention_chunk=48), None, 32, 16, 512, jnp.float32),
         (Mask(), 1.5, 2, 16, 2048, jnp.bfloat16),
     ],

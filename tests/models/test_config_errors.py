@@ -113,7 +113,6 @@ LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_posit
         ({"hidden_act": "relu"}, "'relu' is unknown; known are silu"),
         ({"hidden_act": ["silu"]}, "hidden_act=['silu'] must be a text"),
         ({"model_type": DEEP}, "model_type="),
-        ({"torch_dtype": 16}, "torch_dtype=16"),
         ({"tie_word_embeddings": "yes"}, "must be true or false"),
         ({"attention_bias": 1}, "must be true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),

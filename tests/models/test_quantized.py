@@ -85,7 +85,7 @@ def check_tiny(tiny: Tiny, form: Format, folder: Path, *device_counts: int) -> N
 
 @pytest.mark.parametrize(
     ("tiny", "name"),
-    [(LLAMA, "awq-64"), (MIXTRAL, "gptq-4-32-act")],
+    [(LLAMA, "awq-64"), pytest.param(MIXTRAL, "gptq-4-32-act", marks=pytest.mark.slow)],
     ids=lambda of: of if isinstance(of, str) else of.name,
 )
 def test_logits_equal_those_of_the_expanded_weights(tiny: Tiny, name: str, tmp_path: Path) -> None:
