@@ -136,6 +136,15 @@ class EngineConfig:
     num_hosts: int = engine_flag(
         1, "The hosts that one replica spans.", aliases=("nnodes",), deprecated=("num_nodes",)
     )
+    host_index: int = engine_flag(
+        0, "Which of these hosts this one is; 0 answers clients.", low=0, aliases=("node_rank",)
+    )
+    coordinator_address: str | None = engine_flag(
+        None,
+        "HOST:PORT of host 0, where the hosts of a replica find each other.",
+        unset="as a TPU slice's or a LeaderWorkerSet's environment says",
+        aliases=("dist_init_addr",),
+    )
     disagg_topo: str | None = engine_flag(
         None,
         "Serve with P prefill and D decode workers, each of tensor_parallel_size devices.",
