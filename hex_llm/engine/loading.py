@@ -185,7 +185,7 @@ def _check_hosts(config: EngineConfig) -> None:
     """Public notebooks pass --num_hosts=4 on a single host; what fits here runs here."""
     if config.num_hosts == 1:
         return
-    needed, here = config.tensor_parallel_size * config.data_parallel_size, len(jax.local_devices())
+    needed, here = config.tensor_parallel_size, len(jax.local_devices())  # of one replica
     if needed > here:
         raise ConfigError(f"--num_hosts={config.num_hosts}: serving from several hosts is not built yet")
     log.warning("--num_hosts=%d: %d device(s) are enough, so one host serves", config.num_hosts, needed)

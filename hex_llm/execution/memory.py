@@ -51,7 +51,7 @@ def _room(config: EngineConfig, devices: list[jax.Device]) -> float:
     if free is None:
         raise ConfigError("the devices do not say how much memory is free: set --num_blocks")
     if devices[0].platform == "cpu":
-        free = min(free * CPU_SHARE, CPU_CAP / len(devices))
+        free = min(free * CPU_SHARE, CPU_CAP / len(devices)) / config.data_parallel_size
     return free * config.hbm_utilization_factor
 
 
