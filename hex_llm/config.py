@@ -152,7 +152,9 @@ class EngineConfig:
         form='"P,D": the numbers of prefill and of decode workers, as in "3,1"',
         pending="separate prefill and decode workers",
     )
-    data_parallel_size: int = engine_flag(1, "The replicas of the model.", pending="data-parallel replicas")
+    data_parallel_size: int = engine_flag(
+        1, "The replicas of the model, each with tensor_parallel_size devices and a process of its own."
+    )
     tensor_parallel_size: int = engine_flag(1, "The devices of one replica.", env=("NUM_SHARD",))
     worker_distributed_method: str = engine_flag(
         "mp",
@@ -308,12 +310,13 @@ class EngineConfig:
         return Path(self.download_dir).expanduser()
 
     def max_sequences(self, max_len: int, max_decode_seqs: int) -> int:
-        """That may be waiting and running: enough for every burst that can be served in good time, and what
-        fits into a share of the memory even if all of them are as long as can be."""
+        """That may be waiting and running at one replica: enough for every burst that can be served in good
+        time, and what fits into a share of the memory even if all of them are as long as can be."""
         if self.max_concurrent_requests is not None:
             return self.max_concurrent_requests
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        fit = int(memory * QUEUE_SHARE) // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
+        share = int(memory * QUEUE_SHARE) // self.data_parallel_size
+        fit = share // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
         return max(2 * max_decode_seqs, min(max(1024, 16 * max_decode_seqs), fit))
 
 
@@ -382,6 +385,9 @@ class ServerConfig:
         False,
         "Have /v1/load_lora_adapter and /v1/unload_lora_adapter, by which adapters get names.",
         env=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
+    )
+    allow_restart: bool = server_flag(
+        False, "Have POST /admin/restart, which restarts the replicas one after another, failing no request."
     )
     trust_request_chat_template: bool = server_flag(
         False, "Let requests bring a chat template, which is code: sandboxed, but not limited in time."

@@ -52,7 +52,7 @@ def _room(config: EngineConfig, devices: list[jax.Device]) -> float:
         raise ConfigError("the devices do not say how much memory is free: set --num_blocks")
     if devices[0].platform == "cpu":
         num_here = sum(device.process_index == jax.process_index() for device in devices)
-        free = min(free * CPU_SHARE, CPU_CAP / num_here)
+        free = min(free * CPU_SHARE, CPU_CAP / num_here) / config.data_parallel_size
     return free * config.hbm_utilization_factor
 
 

@@ -145,9 +145,10 @@ class Server(uvicorn.Server):
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self.engine = engine
         self.drain_s = config.drain_timeout
-        self.metrics = Metrics(engine.model_name, engine.engine_status)
+        self.metrics = Metrics(engine.model_name, *(one.status for one in engine.replicas))
         self.num_signals = 0
-        engine.statistics.observer, engine.log_format = self.metrics, config.log_format
+        engine.observe(self.metrics)
+        engine.log_format = config.log_format
         engine.request_timeout_s = config.request_timeout
         engine.stuck_timeout_s, engine.step_timeout_s = config.stuck_timeout, config.step_timeout
         super().__init__(
@@ -197,11 +198,12 @@ def address_of(listener: socket.socket) -> str:
 def banner(engine: EngineClient, config: ServerConfig, address: str) -> str:
     """Where the server is, what it serves, and a line to paste; the key itself is not shown."""
     url = address.replace("//0.0.0.0:", "//localhost:").replace("[::]", "localhost")
+    memory = "\n".join(f"  {one.status.memory or 'memory: unknown'}" for one in engine.replicas)
     key = "" if config.api_key is None else ' -H "Authorization: Bearer $API_KEY"'
     return (
         f"\nhex_llm is ready on {address}\n"
         f"  model: {engine.model_name}\n"
-        f"  {engine.engine_status.memory or 'memory: unknown'}\n"
+        f"{memory}\n"
         f"  try:   curl {url}{example(engine.tokenizer)} -H 'Content-Type: application/json'{key}\n"
     )
 
