@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 from collections.abc import Mapping
+from functools import partial
 from itertools import count
 
 import jax
@@ -24,7 +26,7 @@ from hex_llm.parallel.shardings import TP
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 50  # for all hosts to come
+JOIN_S = 45  # for all hosts to come
 # Hosts that are gone are noticed sooner (links.py); this is for those that are lost before there are links.
 SILENT_S = 20
 END_S = 5
@@ -35,24 +37,31 @@ _rounds = count()  # of what hosts tell each other
 
 def join(config: EngineConfig) -> None:
     """Before anything asks for devices. Returns when all hosts have come."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = config.coordinator_address
     log.info("host %d of %d, joining at %s", config.host_index, config.num_hosts, address)
-    try:
-        jax.distributed.initialize(
-            address,
-            config.num_hosts,
-            config.host_index,
-            initialization_timeout=JOIN_S,
-            heartbeat_timeout_seconds=SILENT_S,
-            shutdown_timeout_seconds=END_S,
-        )
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).split("\n")[0][:200]
-        raise ConfigError(
-            f"--coordinator_address={address}: not all of {config.num_hosts} hosts came within {JOIN_S} s: "
-            f"{reason}"
-        ) from error
+    initialize = partial(
+        jax.distributed.initialize,
+        address,
+        config.num_hosts,
+        config.host_index,
+        initialization_timeout=10 * JOIN_S,  # jax would end the process then
+        heartbeat_timeout_seconds=SILENT_S,
+        shutdown_timeout_seconds=END_S,
+    )
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            initialize()
+        except Exception as error:
+            failed.append(error)
+
+    joining = threading.Thread(target=run, name="join", daemon=True)
+    joining.start()
+    joining.join(JOIN_S)
+    if joining.is_alive() or failed:
+        reason = str(failed[0]).split("\n")[0][:200] if failed else f"not all came within {JOIN_S} s"
+        raise ConfigError(f"--coordinator_address={address}: {config.num_hosts} hosts: {reason}")
 
 
 def devices_of(num_hosts: int, num_devices: int) -> list[jax.Device]:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -82,11 +81,11 @@ def test_all_numbers_of_hosts_give_the_tokens_of_one_device(tmp_path, tiny, num_
 
 def test_hosts_that_disagree_say_in_what(tmp_path):
     LLAMA.save(tmp_path)
-    own = {1: {"block_size": 64}}
+    own = {1: {"block_size": 16}}
     told = run_hosts(2, [], own, model=str(tmp_path), tensor_parallel_size=2)
     for code, _, errors in told:
         assert code != 0
-        assert "ConfigError: the hosts disagree: host 0 has --block_size=32, host 1 --block_size=64" in errors
+        assert "ConfigError: the hosts disagree: host 0 has --block_size=32, host 1 --block_size=16" in errors
 
 
 @pytest.mark.slow
@@ -94,11 +93,9 @@ def test_a_host_that_never_comes_is_not_waited_for_for_ever(tmp_path):
     LLAMA.save(tmp_path)
     hosts = start_hosts(2, [], model=str(tmp_path), tensor_parallel_size=2)
     hosts[1].kill()
-    begun = time.monotonic()
     _, errors = hosts[0].communicate(timeout=90)
     assert hosts[0].returncode != 0
-    assert "not all of 2 hosts came" in errors
-    assert time.monotonic() - begun < 60
+    assert "2 hosts: not all came within 45 s" in errors
 
 
 @pytest.mark.slow
