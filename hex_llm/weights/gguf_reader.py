@@ -80,31 +80,20 @@ class GGUFTensor:
         """See grouped.GroupedTensor."""
         return None if len(self.shape) != 2 or self.added else self.format.form
 
-    def read_codes(self, index: Slices) -> Array:
-        start, stop, _ = index[1].indices(self.shape[1])
-        codes, first = self._part("codes", index[0], start, stop)
-        return np.ascontiguousarray(codes[:, start - first : stop - first])
-
-    def read_scales(self, rows: slice, inputs: Array) -> Array:
-        return self._of_groups("scales", rows, inputs)
-
-    def read_offsets(self, rows: slice, inputs: Array) -> Array:
-        return self._of_groups("offsets", rows, inputs)
-
-    def _of_groups(self, part: PartName, rows: slice, inputs: Array) -> Array:
+    def read_part(self, name: PartName, rows: slice, columns: slice, group: int) -> Array:
         assert self.format.form is not None
-        numbers, first = self._part(part, rows, int(inputs[0]), int(inputs[-1]) + 1)
+        assert self.format.take_apart is not None
+        raw, first = self._raw(self._rows_in_file(rows), columns.start * group, columns.stop * group)
+        numbers: Array = getattr(self.format.take_apart(raw.reshape(-1, self.format.size)), name)
+        numbers = numbers.reshape(len(raw), -1)
+        if name == "codes":
+            return np.ascontiguousarray(numbers[:, columns.start - first : columns.stop - first])
+        inputs = np.arange(columns.start, columns.stop) * group
         return numbers.take((inputs - first) // self.format.form.group, axis=1)
 
-    def _part(self, part: PartName, rows: slice, start: int, stop: int) -> tuple[Array, int]:
-        """Of the blocks that hold these inputs of some rows; and the first input of those."""
-        assert self.format.take_apart is not None
-        raw, first = self._raw(self._rows_in_file(rows), start, stop)
-        numbers: Array = getattr(self.format.take_apart(raw.reshape(-1, self.format.size)), part)
-        return numbers.reshape(len(raw), -1), first
-
     def _raw(self, rows: Array, start: int, stop: int) -> tuple[Array, int]:
-        """The bytes [rows, ...] of those blocks, of these rows of the file; and their first input."""
+        """The bytes [rows, ...] of the blocks that hold these inputs, of rows of the file; and the first
+        input of those."""
         _, block, size, *_ = self.format
         low, high = int(rows.min()), int(rows.max()) + 1
         raw = np.empty((high - low, self.row_bytes), np.uint8)

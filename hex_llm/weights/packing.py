@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from hex_llm.errors import ModelError
-from hex_llm.weights.checkpoint import Slices
-from hex_llm.weights.grouped import Form
+from hex_llm.weights.checkpoint import Slices, bounded
+from hex_llm.weights.grouped import Form, PartName
 from hex_llm.weights.safetensors import INTEGERS, SafeTensor
 
 Array = np.ndarray[Any, Any]
@@ -116,7 +116,7 @@ class QuantizedTensor:
         points that `index` touches."""
         if integers is not None:
             raise ModelError(f"{self.name} is quantized: it cannot be read as {integers.name}")
-        rows, columns = self._bounds(index)
+        rows, columns = bounded(index, self.shape)
         codes = self.codes.read(rows, columns)
         values = codes.astype(F32) if self.table is None else self.table.take(codes)
         # In memory as the values are: of two orders, an operation takes twenty times as long.
@@ -155,17 +155,16 @@ class QuantizedTensor:
         """What codes of 8 bits are less than in the file, where they have no sign."""
         return 128 if isinstance(self.codes, Packed) and self.codes.bits == 8 else 0
 
-    def read_codes(self, index: Slices) -> Array:
-        codes = self.codes.read(*self._bounds(index))
-        return (codes ^ 128).view(np.int8) if self._moved else codes
-
-    def read_scales(self, rows: slice, inputs: Array) -> Array:
-        return self._at(rows, inputs // self.block[1], self.scales) * F32.type(self.unit)
-
-    def read_offsets(self, rows: slice, inputs: Array) -> Array:
+    def read_part(self, name: PartName, rows: slice, columns: slice, group: int) -> Array:
+        if name == "codes":
+            codes = self.codes.read(rows, columns)
+            return (codes ^ 128).view(np.int8) if self._moved else codes
+        groups = np.arange(columns.start, columns.stop) * group // self.block[1]
+        scales = self._at(rows, groups, self.scales) * F32.type(self.unit)
+        if name == "scales":
+            return scales
         assert not isinstance(self.zeros, int), f"{self.name} has no offsets"
-        zeros = self._at(rows, inputs // self.block[1], self.zeros) - self._moved
-        return -zeros * self.read_scales(rows, inputs)
+        return (self._moved - self._at(rows, groups, self.zeros)) * scales
 
     def _at(self, rows: slice, groups: Array, grid: Grid, turned: bool = False) -> Array:
         """float32 of each of these outputs and of inputs of these groups; turned: one input after another in
@@ -176,10 +175,6 @@ class QuantizedTensor:
         if turned:
             return found.T[:, in_rows].take(in_columns, axis=0).T
         return found[in_rows].take(in_columns, axis=1)
-
-    def _bounds(self, index: Slices) -> tuple[slice, slice]:
-        rows, columns = (slice(*cut.indices(size)[:2]) for cut, size in zip(index, self.shape, strict=True))
-        return rows, columns
 
     def _groups_of(self, columns: slice) -> Array:
         size = self.block[1]
