@@ -7,6 +7,7 @@ lie in the order in which they are taken apart here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -43,26 +44,17 @@ def _bits(raw: Array) -> Array:
     return np.unpackbits(raw, axis=1, bitorder="little")
 
 
-def _q4_0(raw: Array) -> Blocks:
-    (scale,), rest = _floats(raw, 1)
-    return Blocks(_nibbles(rest, 16), scale)
+def _q4(raw: Array, num_floats: int) -> Blocks:
+    """A scale, of Q4_1 and Q5_1 an offset, and 32 codes."""
+    floats, rest = _floats(raw, num_floats)
+    return Blocks(_nibbles(rest, 16), *floats)
 
 
-def _q4_1(raw: Array) -> Blocks:
-    (scale, offset), rest = _floats(raw, 2)
-    return Blocks(_nibbles(rest, 16), scale, offset)
-
-
-def _q5_0(raw: Array) -> Blocks:
-    (scale,), rest = _floats(raw, 1)
+def _q5(raw: Array, num_floats: int) -> Blocks:
+    """The same with a fifth bit of each code before the others."""
+    floats, rest = _floats(raw, num_floats)
     codes = _nibbles(rest[:, 4:], 16) | _bits(rest[:, :4]) << 4
-    return Blocks(codes.view(np.int8) - np.int8(16), scale)
-
-
-def _q5_1(raw: Array) -> Blocks:
-    (scale, offset), rest = _floats(raw, 2)
-    codes = _nibbles(rest[:, 4:], 16) | _bits(rest[:, :4]) << 4
-    return Blocks(codes.view(np.int8), scale, offset)
+    return Blocks(codes.view(np.int8) - np.int8(16 if num_floats == 1 else 0), *floats)
 
 
 def _q8_0(raw: Array) -> Blocks:
@@ -129,10 +121,10 @@ _F32 = np.dtype("<f4")
 FORMATS = {
     0: Format("F32", 1, 4, _F32),
     1: Format("F16", 1, 2, np.dtype("<f2")),
-    2: Format("Q4_0", 32, 18, _F32, Form(4, 32, zero=8), _q4_0),
-    3: Format("Q4_1", 32, 20, _F32, Form(4, 32, has_offsets=True), _q4_1),
-    6: Format("Q5_0", 32, 22, _F32, Form(8, 32), _q5_0),
-    7: Format("Q5_1", 32, 24, _F32, Form(8, 32, has_offsets=True), _q5_1),
+    2: Format("Q4_0", 32, 18, _F32, Form(4, 32, zero=8), partial(_q4, num_floats=1)),
+    3: Format("Q4_1", 32, 20, _F32, Form(4, 32, has_offsets=True), partial(_q4, num_floats=2)),
+    6: Format("Q5_0", 32, 22, _F32, Form(8, 32), partial(_q5, num_floats=1)),
+    7: Format("Q5_1", 32, 24, _F32, Form(8, 32, has_offsets=True), partial(_q5, num_floats=2)),
     8: Format("Q8_0", 32, 34, _F32, Form(8, 32), _q8_0),
     12: Format("Q4_K", 256, 144, _F32, Form(4, 32, has_offsets=True), _q4_k),
     13: Format("Q5_K", 256, 176, _F32, Form(8, 32, has_offsets=True), _q5_k),
