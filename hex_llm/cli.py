@@ -23,6 +23,8 @@ USAGE = """usage: hex-llm COMMAND [arguments]
 commands:
   serve [MODEL] [flags]   serve a model over HTTP; `hex-llm serve --help` lists the flags
   bench COMMAND [flags]   measure: serve, latency, throughput, compare
+  plan MODEL [flags]      where a model fits, how fast it is there, what it costs, what to type
+  deploy vertex MODEL     upload, deploy and ask a model on Vertex AI; --dry-run prints the calls
 
   --version               print the version
   --help                  print this"""
@@ -64,7 +66,15 @@ def bench(argv: Sequence[str]) -> None:
     getattr(import_module(f"hex_llm.bench.{module}"), function)(rest)
 
 
-COMMANDS = {"serve": serve, "bench": bench}
+def plan(argv: Sequence[str]) -> None:
+    import_module("hex_llm.planning.commands").plan(argv)
+
+
+def deploy(argv: Sequence[str]) -> None:
+    import_module("hex_llm.planning.commands").deploy(argv)
+
+
+COMMANDS = {"serve": serve, "bench": bench, "plan": plan, "deploy": deploy}
 
 
 def chosen(name: str, commands: Mapping[str, T]) -> T:
