@@ -24,6 +24,7 @@ commands:
   serve [MODEL] [flags]   serve a model over HTTP; `hex-llm serve --help` lists the flags
   bench COMMAND [flags]   measure: serve, latency, throughput, compare
   plan MODEL [flags]      where a model fits, how fast it is there, what it costs, what to type
+  verify [MODEL] [flags]  a model here and in transformers, layer by layer
   deploy vertex MODEL     upload, deploy and ask a model on Vertex AI; --dry-run prints the calls
 
   --version               print the version
@@ -70,11 +71,15 @@ def plan(argv: Sequence[str]) -> None:
     import_module("hex_llm.planning.commands").plan(argv)
 
 
+def verify(argv: Sequence[str]) -> None:
+    import_module("hex_llm.checks.verify").verify(argv)
+
+
 def deploy(argv: Sequence[str]) -> None:
     import_module("hex_llm.planning.commands").deploy(argv)
 
 
-COMMANDS = {"serve": serve, "bench": bench, "plan": plan, "deploy": deploy}
+COMMANDS = {"serve": serve, "bench": bench, "plan": plan, "verify": verify, "deploy": deploy}
 
 
 def chosen(name: str, commands: Mapping[str, T]) -> T:
