@@ -144,7 +144,11 @@ class EngineConfig:
         pending="separate prefill and decode workers",
     )
     data_parallel_size: int = engine_flag(1, "The replicas of the model.", pending="data-parallel replicas")
-    tensor_parallel_size: int = engine_flag(1, "The devices of one replica.", env=("NUM_SHARD",))
+    tensor_parallel_size: int = engine_flag(
+        1,
+        "The devices of one replica; on Vertex AI, if it is not given, as many as AIP_MACHINE_TYPE has.",
+        env=("NUM_SHARD",),
+    )
     worker_distributed_method: str = engine_flag(
         "mp",
         "Who starts the workers: multiprocessing or Ray.",
