@@ -155,7 +155,11 @@ class EngineConfig:
     data_parallel_size: int = engine_flag(
         1, "The replicas of the model, each with tensor_parallel_size devices and a process of its own."
     )
-    tensor_parallel_size: int = engine_flag(1, "The devices of one replica.", env=("NUM_SHARD",))
+    tensor_parallel_size: int = engine_flag(
+        1,
+        "The devices of one replica; on Vertex AI, if it is not given, as many as AIP_MACHINE_TYPE has.",
+        env=("NUM_SHARD",),
+    )
     worker_distributed_method: str = engine_flag(
         "mp",
         "Who starts the workers: multiprocessing or Ray.",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from hex_llm.execution.leading import LeadingRunner
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks, shown_size, token_bytes
 from hex_llm.execution.runner import Runner, keep_compiled
-from hex_llm.execution.weight_plan import EXPANDED, FORMS, plan_weights, quantized_bytes
+from hex_llm.execution.weight_plan import EXPANDED, FORMS, WeightPlan, plan_weights, quantized_bytes
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
@@ -99,16 +99,11 @@ def build_engine(
     mesh = make_mesh(size, None if hosts is None else devices_of(config.num_hosts, size))
     if hosts is not None:
         connect(mesh)
-    held = spec.split_over(mesh.size)
     devices = list(mesh.devices.flat)
-    dtype = resolve_dtype(config.dtype, devices[0].platform)
     platform = str(devices[0].platform)
+    dtype = resolve_dtype(config.dtype, platform)
     choice = Devices(platform, len(devices), config.block_size, dtype)
-    kernels = choose_kernels(held, choice)
-    checkpoint = open_checkpoint(config, files, spec)
-    rounded_to = rounding(config, files, kernels)
-    keeps = (lambda form, routed: False) if config.quantization == EXPANDED else kernels.can_multiply
-    plan = plan_weights(held, checkpoint, len(devices), keeps, rounded_to)
+    held, kernels, checkpoint, plan = plan_model(config, files, spec, choice)
     weights = (
         init_weights(plan, held, mesh, dtype, config.seed)
         if checkpoint is None
@@ -133,6 +128,24 @@ def build_engine(
     grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
     pooling = pooling_of(config, files.path, tokenizer)
     return Engine(config, held, runner, num_blocks, grammars, pooling, hosts)
+
+
+class ModelPlan(NamedTuple):
+    held: ModelSpec  # as the devices hold it
+    kernels: Kernels
+    checkpoint: Checkpoint | None
+    weights: WeightPlan
+
+
+def plan_model(config: EngineConfig, files: ModelFiles, spec: ModelSpec, choice: Devices) -> ModelPlan:
+    """Which weights such devices would hold, in which form; nothing is read but headers."""
+    held = spec.split_over(choice.num)
+    kernels = choose_kernels(held, choice)
+    checkpoint = open_checkpoint(config, files, spec)
+    rounded_to = rounding(config, files, kernels)
+    keeps = (lambda form, routed: False) if config.quantization == EXPANDED else kernels.can_multiply
+    plan = plan_weights(held, checkpoint, choice.num, keeps, rounded_to)
+    return ModelPlan(held, kernels, checkpoint, plan)
 
 
 def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> Checkpoint | None:

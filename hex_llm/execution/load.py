@@ -23,7 +23,7 @@ from tqdm import tqdm
 from hex_llm.errors import ModelError
 from hex_llm.execution.weight_plan import WeightPlan
 from hex_llm.models.linear import Dense
-from hex_llm.models.params import Param, Piece, Weights, declared
+from hex_llm.models.params import F32, Param, Piece, Weights, declared
 from hex_llm.models.quantized import pack, quantize
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import sharding
@@ -105,10 +105,7 @@ def _random(
 
 def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> None:
     """Refuses weights that the devices cannot hold, before anything is allocated."""
-    needed = sum(
-        math.prod(sharding(mesh, param.shape, param.axes).shard_shape(param.shape)) * _bits(param, dtype) // 8
-        for param in params
-    )
+    needed = weight_bytes(params, mesh, dtype)
     free = free_bytes(list(mesh.devices.flat))
     if free is not None and needed > free:
         raise ModelError(
@@ -117,10 +114,26 @@ def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> Non
         )
 
 
-def _bits(param: Param, dtype: np.dtype[Any]) -> int:
-    """Of each number, once it is loaded."""
-    if param.rounded_to is not None:
-        return param.rounded_to.bits
+def weight_bytes(params: Iterable[Param], mesh: Any, dtype: np.dtype[Any], scale_bits: int = 32) -> int:
+    """What they take on each device of a mesh, which may be an abstract one, once they are loaded.
+    `scale_bits`: of the numbers that belong to groups of others."""
+    return sum(
+        int(
+            math.prod(sharding(mesh, one.shape, one.axes).shard_shape(one.shape))
+            * _bits(one, dtype, scale_bits)
+        )
+        // 8
+        for one in params
+    )
+
+
+def _bits(param: Param, dtype: np.dtype[Any], scale_bits: int) -> float:
+    """Of each number."""
+    if (to := param.rounded_to) is not None:
+        num_scales = 0 if not to.group else (2 if to.bits == 4 else 1)
+        return to.bits + num_scales * scale_bits / max(to.group, 1)
+    if param.dtype == F32:
+        return scale_bits
     return 4 if param.packed else (param.dtype or dtype).itemsize * 8
 
 

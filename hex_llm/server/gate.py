@@ -37,6 +37,7 @@ BUSY_S = 1  # of being told that there are too many requests: one line in the lo
 # Of a body, counted by its commas: parsing so many holds up everyone for a tenth of a second.
 MAX_VALUES = 500_000
 VALUES_PER_KEY = 10  # which takes as long as so many values
+INVOKE = "/invoke"  # Vertex AI's prefix of any path; a front that takes it away is as well
 MAX_HEAD = 32 << 10  # bytes of a request's path and headers
 OPEN_PATHS = ("/ping", "/health")  # for load balancers, which have no key
 WITHOUT_ENGINE = ("/metrics", "/load", "/version", "/docs", "/openapi.json")  # answered at any time
@@ -74,9 +75,9 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        prefix = self.config.root_path
-        if prefix is not None and scope["path"].startswith(f"{prefix}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(prefix)}
+        for prefix in filter(None, (self.config.root_path, INVOKE)):
+            if scope["path"].startswith(f"{prefix}/"):
+                scope = {**scope, "path": scope["path"].removeprefix(prefix)}
         visit = Visit(scope, send, self.metrics)
         works = scope["method"] == "POST"
         self.metrics.num_open += works
