@@ -189,7 +189,8 @@ ACTING: dict[str, tuple[Any, Any]] = {  # what is sent, and what the engine gets
 
 @pytest.mark.parametrize("path", POSTS)
 def test_every_sampling_parameter_acts(backend: FakeBackend, path: str) -> None:
-    assert set(ACTING) | {"logprobs", "echo", "pooling"} == {field.name for field in fields(SamplingParams)}
+    others = {"logprobs", "logprob_token_ids", "echo", "pooling"}
+    assert set(ACTING) | others == {field.name for field in fields(SamplingParams)}
     for name, (sent, gets) in ACTING.items():
         post(backend, path, {**HELLO[path], "max_tokens": 100, name: sent})
         default = SamplingParams(max_tokens=100)

@@ -377,6 +377,19 @@ def test_reasoning_is_told_apart() -> None:
     assert plain["message"]["content"] == backend.text
 
 
+@pytest.mark.parametrize("included", [True, False])
+def test_tokens_of_reasoning_are_counted(included: bool) -> None:
+    """One is a byte here, and pieces have one each."""
+    backend = speaker("<think>Two <b>\nplaces.</think>\n\nHi.")
+    config = {"config": {"reasoning_parser": "phi4"}}
+    body = {**HELLO[CHAT], "include_reasoning": included, "n": 2}
+    counted = {"reasoning_tokens": 2 * len("Two <b>\nplaces.")}
+    assert post(backend, CHAT, body, **config)["usage"]["completion_tokens_details"] == counted
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = stream(backend, CHAT, {**body, **options}, **config)
+    assert last["usage"]["completion_tokens_details"] == counted
+
+
 HARMONY = "{# <|channel|> #}<|start|>{{ messages[0].content }}{{ reasoning_effort }}<|start|>assistant"
 SAID_IN_CHANNELS = (
     "<|channel|>analysis<|message|>Two places.<|end|><|start|>assistant<|channel|>commentary "
