@@ -50,13 +50,14 @@ FOLDERS = {
 }
 FILES = [f"{folder}/test_{name}.py" for folder, names in FOLDERS.items() for name in names.split()]
 # Left out of what the tests tell a server: what says nothing about its answers and costs a CPU its time, what
-# is of devices or of vLLM's own parts, and adapters, whose files are not here.
+# is of devices or of vLLM's own parts, and adapters, whose files are not here. A reply ends after some hundreds
+# of tokens unless a test says otherwise: the small model often does not find an end.
 LAUNCHER = """#!{python}
 import os, sys
 WITH_VALUE = {{
     "--dtype", "--gpu-memory-utilization", "--max-num-seqs", "--limit-mm-per-prompt", "--attention-backend",
     "--lora-modules", "--max-lora-rank", "--max-cpu-loras", "--api-server-count", "--runner",
-    "--chat-template-content-format", "--reasoning-config",
+    "--chat-template-content-format", "--reasoning-config", "--structured-outputs-config.backend",
 }}
 ALONE = ("--enforce-eager", "--enable-lora", "--show-hidden-metrics-for-version")
 given, kept = iter(sys.argv[2:]), []
@@ -67,7 +68,7 @@ for one in given:
         kept.append(one)
 model = kept.pop(0)
 name = [] if "--served-model-name" in kept else ["--served-model-name", model]
-ours = [*name, "--max-num-seqs=8", "--no-warmup"]
+ours = [*name, "--max-num-seqs=8", "--no-warmup", "--generation-config={generation}"]
 os.environ.pop("HF_HUB_OFFLINE", None)
 os.environ["PYTHONPATH"] = {root!r}
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1"
@@ -75,7 +76,7 @@ command = [{python!r}, "-m", "hex_llm.cli", "serve", *ours, *kept]
 os.execv({python!r}, command)
 """
 # Its helper fetches the weights before it starts a server; there are none to fetch. Tests of vLLM's own
-# Python, which ask no server, and those of adapters do not apply.
+# Python, which ask no server, and those of adapters and of watermarks do not apply.
 PLUGIN = """
 import inspect
 import pytest
@@ -84,7 +85,9 @@ def pytest_collection_modifyitems(config, items):
         text = inspect.getsource(item.function)
         fixtures = any("server" in name or "client" in name for name in item.fixturenames)
         return fixtures or "RemoteOpenAIServer" in text
-    left_out = [item for item in items if not asks_a_server(item) or "lora" in item.name]
+    def applies(item):
+        return asks_a_server(item) and "lora" not in item.name and "watermarked" not in item.name
+    left_out = [item for item in items if not applies(item)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 @pytest.hookimpl(trylast=True)
@@ -187,7 +190,10 @@ def named_models(folder: Path) -> Path:
 def launcher(folder: Path) -> None:
     (folder / "bin").mkdir(exist_ok=True)
     command = folder / "bin" / "vllm"
-    command.write_text(LAUNCHER.format(python=sys.executable, root=str(ROOT)))
+    generation = folder / "generation"
+    generation.mkdir(exist_ok=True)
+    (generation / "generation_config.json").write_text('{"max_new_tokens": 512}')
+    command.write_text(LAUNCHER.format(python=sys.executable, root=str(ROOT), generation=generation))
     command.chmod(0o755)
     (folder / "bin" / "our_model.py").write_text(PLUGIN)
 
