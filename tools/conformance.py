@@ -61,8 +61,9 @@ LLAMA_NAMES = (
 )
 LLAMA_FILES = [f"llama.cpp/unit/test_{name}.py" for name in LLAMA_NAMES.split()]
 # Left out of what the tests tell a server: what says nothing about its answers and costs a CPU its time, what
-# is of devices or of vLLM's own parts, and adapters, whose files are not here. A reply ends after some
-# hundreds of tokens unless a test says otherwise: the small model often does not find an end.
+# is of devices or of vLLM's own parts, and adapters, whose files are not here. Unless a test says
+# otherwise the small model is sampled as its authors advise, and ends: it often does not find an end itself.
+SAMPLING = {"max_new_tokens": 512, "temperature": 0.2, "top_p": 0.9}
 LAUNCHER = """#!{python}
 import os, sys
 WITH_VALUE = {{
@@ -212,7 +213,7 @@ def launcher(folder: Path) -> None:
     command = folder / "bin" / "vllm"
     generation = folder / "generation"
     generation.mkdir(exist_ok=True)
-    (generation / "generation_config.json").write_text('{"max_new_tokens": 512}')
+    (generation / "generation_config.json").write_text(json.dumps(SAMPLING))
     command.write_text(LAUNCHER.format(python=sys.executable, root=str(ROOT), generation=generation))
     command.chmod(0o755)
     (folder / "bin" / "our_model.py").write_text(PLUGIN)

@@ -46,6 +46,8 @@ OWN = (
 )
 UNPREFIXED = ("/chat/completions", "/responses")  # llama.cpp also has OpenAI's routes without /v1
 
+sys.modules.setdefault("wget", types.ModuleType("wget"))  # nothing is fetched, so they need not have it
+
 
 class Running:
     """Our server, and what it was started with."""
@@ -90,7 +92,7 @@ def flags_of(server: Any) -> list[str]:
     named["chat-template"] = server.chat_template_file or server.chat_template
     if server.pooling:
         named["pooler-config"] = json.dumps({"pooling_type": server.pooling.upper()})
-    return flags + [f"--{name}={value}" for name, value in named.items() if value]
+    return flags + [one for name, value in named.items() if value for one in (f"--{name}", value)]
 
 
 def start(self: Any, timeout_seconds: int = 0) -> None:
@@ -99,7 +101,6 @@ def start(self: Any, timeout_seconds: int = 0) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    sys.modules.setdefault("wget", types.ModuleType("wget"))
     utils = importlib.import_module("utils")
     make_url = utils.ServerProcess.make_url
 
