@@ -45,7 +45,6 @@ FOLDERS = {
     "chat_logit_bias_validation completion_with_function_calling enable_force_include_usage "
     "extra_content_fields include_reasoning logprob_token_ids root_path",
     "entrypoints/openai/completion": "completion prompt_validation token_in_token_out",
-    "entrypoints/openai/models": "models",
     "entrypoints/openai/responses": "basic errors function_call simple stateful structured_output",
     "entrypoints/openai": "chunked_prompt openai_schema return_token_ids return_tokens_as_ids",
     "entrypoints/serve/instrumentator": "basic metrics orca_metrics uds",
@@ -61,8 +60,9 @@ LLAMA_NAMES = (
 )
 LLAMA_FILES = [f"llama.cpp/unit/test_{name}.py" for name in LLAMA_NAMES.split()]
 # Left out of what the tests tell a server: what says nothing about its answers and costs a CPU its time, what
-# is of devices or of vLLM's own parts, and adapters, whose files are not here. Unless a test says
-# otherwise the small model is sampled as its authors advise, and ends: it often does not find an end itself.
+# is of devices or of vLLM's own parts, adapters, whose files are not here, and formats of reasoning: the
+# small model does not reason, and all that it says would be reasoning without an end. Unless a test says
+# otherwise it is sampled as its authors advise, and ends: it often does not find an end itself.
 SAMPLING = {"max_new_tokens": 512, "temperature": 0.2, "top_p": 0.9}
 LAUNCHER = """#!{python}
 import os, sys
@@ -70,6 +70,7 @@ WITH_VALUE = {{
     "--dtype", "--gpu-memory-utilization", "--max-num-seqs", "--limit-mm-per-prompt", "--attention-backend",
     "--lora-modules", "--max-lora-rank", "--max-cpu-loras", "--api-server-count", "--runner",
     "--chat-template-content-format", "--reasoning-config", "--structured-outputs-config.backend",
+    "--reasoning-parser",
 }}
 ALONE = ("--enforce-eager", "--enable-lora", "--show-hidden-metrics-for-version")
 given, kept = iter(sys.argv[2:]), []

@@ -42,7 +42,7 @@ OWN = (
         "is_slow_test_allowed",
         "/slots",
     ),
-    *("prompt_string", "input_tokens"),
+    *("prompt_string", "/input_tokens", "image", "id_slot", "n_tokens"),
 )
 UNPREFIXED = ("/chat/completions", "/responses")  # llama.cpp also has OpenAI's routes without /v1
 
@@ -88,7 +88,8 @@ RUNNING = Running()
 def flags_of(server: Any) -> list[str]:
     """llama.cpp divides its context among its slots."""
     flags = [f"--max-model-len={(server.n_ctx or 4096) // (server.n_slots or 1)}"]
-    named = {"served-model-name": server.model_alias, "api-key": server.api_key}
+    named = {"served-model-name": server.model_alias, "api-key": server.api_key, "tool-call-parser": "hermes"}
+    named["predict-route"] = "/predict" if server.gcp_compat else None
     named["chat-template"] = server.chat_template_file or server.chat_template
     if server.pooling:
         named["pooler-config"] = json.dumps({"pooling_type": server.pooling.upper()})

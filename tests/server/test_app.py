@@ -130,6 +130,10 @@ def test_fields_that_change_nothing_are_taken(backend: FakeBackend, path: str) -
                 {"type": "json_schema"},
                 {"type": "text", "json_schema": {"schema": {}}},
                 {"type": "json_object", "x": 1},
+                {"type": "json_object", "schema": {}, "value": {}},
+                {"type": "json_object", "json_schema": {"schema": {}}},
+                {"type": "text", "value": "a"},
+                {"type": "json"},
             ]
         ),
         *(
@@ -215,6 +219,15 @@ def test_defaults_are_those_of_openai(backend: FakeBackend, path: str) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}}},
             {"json": '{"a": 1}'},
         ),
+        ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, {"json": '{"a": 1}'}),
+        ({"response_format": {"type": "json", "value": {"a": 1}}}, {"json": '{"a": 1}'}),
+        (
+            {"response_format": {"type": "json_schema", "value": {"name": "x", "schema": {"a": 1}}}},
+            {"json": '{"a": 1}'},
+        ),
+        ({"response_format": {"type": "regex", "value": "a+"}}, {"regex": "a+"}),
+        ({"json_schema": {"a": 1}}, {"json": '{"a": 1}'}),
+        ({"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
         ({"structured_outputs": {"json": {"type": "array"}}}, {"json": '{"type": "array"}'}),
         ({"structured_outputs": {"json": '{"type": "array"}'}}, {"json": '{"type": "array"}'}),
         ({"structured_outputs": {"json_object": True}}, {"json_object": True}),

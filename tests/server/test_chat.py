@@ -324,7 +324,7 @@ def test_what_clients_replay_goes_to_the_template() -> None:
 def test_fields_are_null_rather_than_missing(backend: FakeBackend) -> None:
     reply = ask(backend, "POST", CHAT, json=HELLO[CHAT]).json()
     assert {name for name, value in reply.items() if value is None} == {
-        "service_tier", "system_fingerprint", "kv_transfer_params", "prompt_logprobs", "prompt_token_ids"
+        "service_tier", "kv_transfer_params", "prompt_logprobs", "prompt_token_ids"
     }  # fmt: skip
     (choice,) = reply["choices"]
     assert {name for name, value in choice.items() if value is None} == {

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from hex_llm import __version__
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.requests import Generation
@@ -24,8 +25,8 @@ from hex_llm.weights.adapter_source import unknown
 
 Fields = dict[str, Any]
 NULL = b"null"
-# Of a whole reply: what clients may read, and nothing is in.
-UNSAID = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
+# Of a whole reply: what clients may read. TGI's own insists on a fingerprint.
+UNSAID = {"service_tier": None, "system_fingerprint": f"hex_llm-{__version__}", "kv_transfer_params": None}
 
 
 def check_model(backend: Backend, config: ServerConfig, model: str) -> None:

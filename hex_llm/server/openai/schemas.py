@@ -208,7 +208,7 @@ class ChatRequest(OpenAIRequest):
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool,
+        str | NamedTool,  # TGI's clients send the name alone
         fault('must be none, auto, required or {"type": "function", "function": {"name": ...}}'),
     ] = "auto"
     parallel_tool_calls: bool = True
@@ -249,7 +249,7 @@ class ChatRequest(OpenAIRequest):
         names = [tool.function.name for tool in self.tools]
         if len({*names, "none", "auto", "required"}) < len(names) + 3:
             raise InvalidRequest.at("tools", "names must differ, also from none, auto and required")
-        if isinstance(choice, NamedTool) and name not in names:
+        if name not in (*names, "none", "auto", "required"):
             raise InvalidRequest.at("tool_choice", f"no tool has the name {shown(name)}")
         if name == "required" and not names:
             raise InvalidRequest.at("tool_choice", "there are no tools")
