@@ -129,7 +129,7 @@ class EngineConfig:
         "and none take none, and a folder's is taken instead.",
     )
     max_logprobs: int = model_flag(
-        20, "The most log-probabilities of likeliest tokens that a request may ask for; never over 20.", low=0
+        20, "The most log-probabilities of likeliest tokens that a request may ask for; -1: of all.", low=-1
     )
     seed: int = model_flag(0, "Seeds everything; a request's own seed wins for that request.", low=0)
 
@@ -352,6 +352,11 @@ class ServerConfig:
     )
     chat_template: str | None = server_flag(
         None, "A file with a chat template, or the template itself.", unset="the model's"
+    )
+    enable_response_store: bool = server_flag(
+        False,
+        "Keep what /v1/responses answers, up to 128 MiB, to be asked for again and to be gone on from.",
+        env=("VLLM_ENABLE_RESPONSES_API_STORE",),
     )
     return_tokens_as_token_ids: bool = server_flag(
         False, "Log-probabilities name tokens by their ids, whether or not a request asks for that."

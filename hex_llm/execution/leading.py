@@ -14,6 +14,7 @@ from hex_llm.execution.adapters import HostAdapter
 from hex_llm.execution.batch import Ints, StepShape
 from hex_llm.execution.runner import Launched, Runner
 from hex_llm.models.adapters import SlotMatrices, Slots
+from hex_llm.types import TokenLogprobs
 
 
 class Tensor(msgspec.Struct, array_like=True):
@@ -44,6 +45,7 @@ class Write(msgspec.Struct, tag=True, array_like=True):
 class Score(msgspec.Struct, tag=True, array_like=True):
     hidden: Tensor
     following: Tensor
+    num_top: int
     adapter: int
 
 
@@ -76,9 +78,11 @@ class LeadingRunner(Runner):
         self._tell_write("allowed", words)
         super().write_allowed(words)
 
-    def logprobs_of(self, hidden: npt.NDArray[Any], following: Ints, adapter: int = 0) -> npt.NDArray[Any]:
-        self._tell(Score(Tensor.of(hidden), Tensor.of(following), adapter))
-        return super().logprobs_of(hidden, following, adapter)
+    def logprobs_of(
+        self, hidden: npt.NDArray[Any], following: Ints, num_top: int, adapter: int = 0
+    ) -> list[TokenLogprobs]:
+        self._tell(Score(Tensor.of(hidden), Tensor.of(following), num_top, adapter))
+        return super().logprobs_of(hidden, following, num_top, adapter)
 
     def write_adapter(self, slot: int, adapter: HostAdapter, staged: Slots) -> None:
         matrices = {path: (Tensor.of(m.down), Tensor.of(m.up)) for path, m in adapter.matrices.items()}
@@ -102,8 +106,8 @@ def follow(runner: Runner, frame: bytes) -> None:
         case Write(columns, slots, rows):
             write = runner.write_slots if columns == "all" else runner.write_allowed
             write(list(zip(slots, rows.array(), strict=True)))
-        case Score(hidden, following, adapter):
-            runner.logprobs_of(hidden.array(), following.array(), adapter)
+        case Score(hidden, following, num_top, adapter):
+            runner.logprobs_of(hidden.array(), following.array(), num_top, adapter)
         case Place(slot, digest, matrices):
             assert runner.adapter_layout is not None
             parts = {path: SlotMatrices(down.array(), up.array()) for path, (down, up) in matrices.items()}

@@ -46,7 +46,7 @@ from hex_llm.execution.programs import (
     Write,
     WriteAdapter,
 )
-from hex_llm.execution.results import TOKEN, Choices
+from hex_llm.execution.results import TOKEN, Choices, likeliest, unpack_logprobs
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import cpu
@@ -55,7 +55,8 @@ from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, placed
-from hex_llm.types import StepPlan
+from hex_llm.sampling_params import MAX_LOGPROBS
+from hex_llm.types import StepPlan, TokenLogprobs
 from hex_llm.weights.source import private_folder
 
 log = logging.getLogger(__name__)
@@ -195,22 +196,30 @@ class Runner:
         return Choices(choices[: len(step.plan.chunks)])
 
     def prompt_logprobs(
-        self, step: InFlight, row: int, following: Ints, adapter: int = 0
-    ) -> npt.NDArray[Any]:
-        """Rows of results.TOKEN: of the tokens that follow the first ones of a step's prefill. Rare, so the
-        host hands pieces of one size to one program instead of every step carrying the work along."""
+        self, step: InFlight, row: int, following: Ints, num_top: int, adapter: int = 0
+    ) -> list[TokenLogprobs]:
+        """Of the tokens that follow the first ones of a step's prefill. Rare, so the host hands pieces of
+        one size to one program instead of every step carrying the work along."""
         start = sum(chunk.num_tokens for chunk in step.plan.chunks[:row])
-        return self.logprobs_of(np.asarray(step.hidden)[start : start + len(following)], following, adapter)
+        hidden = np.asarray(step.hidden)[start : start + len(following)]
+        return self.logprobs_of(hidden, following, num_top, adapter)
 
-    def logprobs_of(self, hidden: npt.NDArray[Any], following: Ints, adapter: int = 0) -> npt.NDArray[Any]:
-        """Rows of results.TOKEN: of a token behind each hidden state, by the adapter in this slot."""
-        program, pieces = self.program(PromptLogprobs(PROMPT_ROWS)), [np.zeros(0, TOKEN)]
+    def logprobs_of(
+        self, hidden: npt.NDArray[Any], following: Ints, num_top: int, adapter: int = 0
+    ) -> list[TokenLogprobs]:
+        """Of a token behind each hidden state, by the adapter in this slot."""
+        of_all = num_top > MAX_LOGPROBS
+        program, told = self.program(PromptLogprobs(PROMPT_ROWS, of_all)), list[TokenLogprobs]()
         lm_head = self._lm_head(PROMPT_ROWS, [adapter] * PROMPT_ROWS)
         for i in range(0, len(following), PROMPT_ROWS):
             part = [_padded(x[i : i + PROMPT_ROWS], PROMPT_ROWS) for x in (hidden, following)]
-            rows = np.asarray(program(lm_head, *part)).view(TOKEN)[:, 0]
-            pieces.append(rows[: len(following) - i])
-        return np.concatenate(pieces)
+            rows = np.asarray(program(lm_head, *part))[: len(following) - i]
+            told += (
+                likeliest(rows, part[1], num_top)
+                if of_all
+                else unpack_logprobs(rows.view(TOKEN)[:, 0], num_top)
+            )
+        return told
 
     def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
         """Whole rows of slots, before the next step."""
@@ -265,6 +274,11 @@ class Runner:
             *choices,
             *reversed(self._logits_programs()),
             PromptLogprobs(PROMPT_ROWS),
+            *(
+                []
+                if 0 <= self.config.max_logprobs <= MAX_LOGPROBS
+                else [PromptLogprobs(PROMPT_ROWS, of_all=True)]
+            ),
             *writes,
             *([WriteAdapter()] if self.adapters else []),
         ]
