@@ -150,7 +150,6 @@ class EngineConfig:
         "Serve with P prefill and D decode workers, each of tensor_parallel_size devices.",
         pattern=r"[1-9][0-9]{0,3},[1-9][0-9]{0,3}",
         form='"P,D": the numbers of prefill and of decode workers, as in "3,1"',
-        pending="separate prefill and decode workers",
     )
     data_parallel_size: int = engine_flag(
         1, "The replicas of the model, each with tensor_parallel_size devices and a process of its own."

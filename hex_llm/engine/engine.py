@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from hex_llm.execution.batch import Ints
 from hex_llm.execution.flops import Work
 from hex_llm.execution.leading import follow
 from hex_llm.execution.results import Choices
-from hex_llm.execution.runner import CompiledLate, InFlight, Runner
+from hex_llm.execution.runner import CompiledLate, InFlight, Runner, is_there
 from hex_llm.ipc.stats import Stats
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.hosts import gathered
@@ -45,14 +46,16 @@ class Engine:
         grammars: GrammarFactory | None = None,
         pooling: Pooling | None = None,
         hosts: Leader | Follower | None = None,
+        stepper: Stepping | None = None,
     ) -> None:
-        """`hosts`: the link with the other hosts of the replica, if there are any."""
+        """`hosts`: the link with the other hosts of the replica, if there are any. `stepper`: if not one for
+        this runner."""
         self.config, self.spec, self.hosts = config, spec, hosts
-        self.stepper = Stepper(config, spec, runner, num_blocks)
+        self.stepper = stepper or Stepper(config, spec, runner, num_blocks)
         self.limits = Limits(
             spec.vocab_size,
             spec.max_len,
-            self.stepper.scheduler.pool.num_usable,
+            min(one.scheduler.pool.num_usable for one in self.stepper.steppers),
             config.block_size,
             grammars is not None,
             runner.paddings.limits.max_sequences,
@@ -69,13 +72,14 @@ class Engine:
 
     def warm_up(self, progress: bool = False) -> None:
         """Compiles every shape that a step can have, and finds out how long steps take."""
-        runner = self.stepper.runner
-        runner.compile_all(progress)
-        if self.hosts is not None:
-            gathered(b"")  # a program that others do not run yet would wait for them
-        runner.run_all()
-        if self.config.enable_jit:  # op by op they are slow, and not what the times are for
-            self.stepper.scheduler.times = StepTimes(runner.measure_steps())
+        for stepper in self.stepper.steppers:
+            runner = stepper.runner
+            runner.compile_all(progress)
+            if self.hosts is not None:
+                gathered(b"")  # a program that others do not run yet would wait for them
+            runner.run_all()
+            if self.config.enable_jit:  # op by op they are slow, and not what the times are for
+                stepper.scheduler.times = StepTimes(runner.measure_steps())
 
     def add(self, request: Request) -> None:
         """Accepts a request; raises InvalidRequest or QueueFull, and nothing was accepted then."""
@@ -109,7 +113,7 @@ class Engine:
     @property
     def is_compiling(self) -> bool:
         """Any thread may ask."""
-        return self.stepper.runner.is_compiling
+        return any(one.runner.is_compiling for one in self.stepper.steppers)
 
     @property
     def num_steps(self) -> int:
@@ -125,16 +129,46 @@ class Engine:
 
     def check(self) -> None:
         """The invariants that hold between any two calls (blocks, slots, and the ledger of requests)."""
-        scheduler = self.stepper.scheduler
-        scheduler.check()
-        self.book.check(scheduler.num_waiting + len(scheduler.running))
-        if not self.has_work:
-            assert scheduler.is_idle
+        schedulers = [one.scheduler for one in self.stepper.steppers]
+        for scheduler in schedulers:
+            scheduler.check()
+            assert self.has_work or scheduler.is_idle
+        self.book.check(sum(one.num_waiting + len(one.running) for one in schedulers))
 
     def check_idle(self) -> None:
         """A part of these that takes no time to speak of, for an engine that has nothing to do."""
         self.book.check_idle()
-        self.stepper.scheduler.check_idle()
+        for one in self.stepper.steppers:
+            one.scheduler.check_idle()
+
+
+class Stepping(Protocol):
+    """What an engine asks of who steps its runners."""
+
+    @property
+    def steppers(self) -> list[Stepper]:
+        """All that there are; the first tells of how a model is held."""
+
+    @property
+    def runner(self) -> Runner: ...
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For the next request."""
+
+    def step(self, book: RequestBook) -> bool:
+        """Sends off and reads what can be; False: there was nothing to do."""
+
+    @property
+    def is_in_flight(self) -> bool:
+        """A step was sent off and not read yet."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def stats(self) -> Stats:
+        """After the last step."""
 
 
 class Stepper:
@@ -156,20 +190,38 @@ class Stepper:
 
     def step(self, book: RequestBook) -> bool:
         """Sends the next step off and reads the one before it; False: there was nothing to do."""
+        sent = self.send_next(book)
+        if len(self._in_flight) > (self.config.async_scheduling if sent else 0):
+            self.read_next(book)
+            return True
+        return sent
+
+    @property
+    def steppers(self) -> list[Stepper]:
+        return [self]
+
+    @property
+    def is_in_flight(self) -> bool:
+        return bool(self._in_flight)
+
+    @property
+    def can_send(self) -> bool:
+        """No more are in flight than may be while another is sent off."""
+        return len(self._in_flight) <= self.config.async_scheduling
+
+    @property
+    def can_read(self) -> bool:
+        """The oldest step in flight has ended: reading it takes no time."""
+        return bool(self._in_flight) and is_there(self._in_flight[0][0].choices)
+
+    def send_next(self, book: RequestBook) -> bool:
+        """Sends the next step off; False: there was none."""
         self._step = Stats()
         with self._timed("schedule_s"), self.runner.recorder.phase("schedule"):
             plan, sequences = self.scheduler.schedule()
         if sequences:
             self._send_off(book, plan, sequences)
-        if len(self._in_flight) > (self.config.async_scheduling if sequences else 0):
-            self.read_next(book)
-            return True
         return bool(sequences)
-
-    @property
-    def is_in_flight(self) -> bool:
-        """A step was sent off and not read yet."""
-        return bool(self._in_flight)
 
     def read_next(self, book: RequestBook) -> None:
         """Waits for the oldest step in flight and tells the book what it brought."""

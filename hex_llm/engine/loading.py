@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from hex_llm import __version__
 from hex_llm.config import EngineConfig
-from hex_llm.engine.engine import Engine
+from hex_llm.engine.engine import Engine, Stepper
+from hex_llm.engine.separate import SeparateSteppers
 from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import Paddings
@@ -96,9 +98,43 @@ def build_engine(
     spec = model_spec(files.config, max_model_len=config.max_model_len, sliding_window=config.sliding_window)
     hosts = None if config.num_hosts == 1 else link(config, facts_of(config, files))
     size = config.tensor_parallel_size
-    mesh = make_mesh(size, None if hosts is None else devices_of(config.num_hosts, size))
-    if hosts is not None:
-        connect(mesh)
+    grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
+    pooling = pooling_of(config, files.path, tokenizer)
+    make: Callable[..., Runner] = Runner
+    if isinstance(hosts, Leader):
+        make = partial(LeadingRunner, hosts.send)
+    build = partial(build_runner, config, files, spec, make=make, progress=progress, kept_in=kept_in)
+    if config.disagg_topo is None:
+        mesh = make_mesh(size, None if hosts is None else devices_of(config.num_hosts, size))
+        if hosts is not None:
+            connect(mesh)
+        runner, num_blocks = build(mesh)
+        return Engine(config, runner.spec, runner, num_blocks, grammars, pooling, hosts)
+    num_prefilling, num_decoding = map(int, config.disagg_topo.split(","))
+    check_separable(config)
+    devices = list(make_mesh(size * (num_prefilling + num_decoding)).devices.flat)
+    parts = [build(make_mesh(size, devices[i : i + size])) for i in range(0, len(devices), size)]
+    steppers = [Stepper(config, runner.spec, runner, num_blocks) for runner, num_blocks in parts]
+    separate = SeparateSteppers(steppers[:num_prefilling], steppers[num_prefilling:])
+    return Engine(config, parts[0][0].spec, *parts[0], grammars, pooling, stepper=separate)
+
+
+def check_separable(config: EngineConfig) -> None:
+    others = {"num_hosts": config.num_hosts > 1, "enable_lora": config.enable_lora}
+    for name in (name for name, is_asked_for in others.items() if is_asked_for):
+        raise ConfigError(f"--disagg_topo={config.disagg_topo} and --{name} do not go together yet")
+
+
+def build_runner(
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    mesh: Mesh,
+    make: Callable[..., Runner],
+    progress: bool,
+    kept_in: Path | None,
+) -> tuple[Runner, int]:
+    """With the number of its blocks."""
     devices = list(mesh.devices.flat)
     platform = str(devices[0].platform)
     dtype = resolve_dtype(config.dtype, platform)
@@ -121,13 +157,8 @@ def build_engine(
     paddings = Paddings(config, limits, spec.max_len, kernels.max_single)
     memory = account(weights, [], None, mesh, num_blocks, config.block_size)
     with explained(config, "allocating the KV cache", memory):
-        make: Callable[..., Runner] = Runner
-        if isinstance(hosts, Leader):
-            make = partial(LeadingRunner, hosts.send)
         runner = make(held, weights, mesh, paddings, num_blocks, dtype, kept_in, adapters)
-    grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
-    pooling = pooling_of(config, files.path, tokenizer)
-    return Engine(config, held, runner, num_blocks, grammars, pooling, hosts)
+    return runner, num_blocks
 
 
 class ModelPlan(NamedTuple):

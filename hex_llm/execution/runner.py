@@ -43,6 +43,8 @@ from hex_llm.execution.programs import (
     Pages,
     Program,
     PromptLogprobs,
+    PutBlocks,
+    TakeBlocks,
     Write,
     WriteAdapter,
 )
@@ -236,6 +238,17 @@ class Runner:
         """Into a slot, counted from 1, before the next step; `staged` by AdapterLayout.stage."""
         self.adapters = self.program(WriteAdapter())(self.adapters, staged, np.int32(slot))
 
+    def take_blocks(self, blocks: Sequence[int], mesh: Mesh) -> Pages:
+        """What they hold, on its way to other devices: this returns before it is there, and the blocks may be
+        reused at once."""
+        taken = self.program(TakeBlocks(_move_size(len(blocks))))(self.pages, _filled_up(blocks))
+        return jax.device_put(taken, NamedSharding(mesh, PAGES))
+
+    def put_blocks(self, blocks: Sequence[int], contents: Pages) -> None:
+        """Before the next step, which waits for it."""
+        program = self.program(PutBlocks(_move_size(len(blocks))))
+        self.pages = program(self.pages, _filled_up(blocks), contents)
+
     def compile_all(self, progress: bool = False) -> None:
         """Every program that can be needed."""
         keys = self.all_programs()
@@ -281,7 +294,15 @@ class Runner:
             ),
             *writes,
             *([WriteAdapter()] if self.adapters else []),
+            *self._move_programs(),
         ]
+
+    def _move_programs(self) -> list[Key]:
+        if self.config.disagg_topo is None:
+            return []
+        most = self.paddings.table_width
+        sizes = sorted({_move_size(n) for n in range(1, most + 1)})
+        return [kind(n) for kind in (TakeBlocks, PutBlocks) for n in sizes]
 
     def _all_shapes(self) -> list[StepShape]:
         shapes = self.paddings.all_shapes()
@@ -395,8 +416,24 @@ class Runner:
         return last, rows
 
 
+def is_there(array: jax.Array) -> bool:
+    """Whether it has been computed, and has arrived."""
+    there: bool = array.is_ready()  # type: ignore[attr-defined]
+    return there
+
+
 def _padded(rows: Any, num_rows: int) -> Any:
     return np.pad(rows, [(0, num_rows - len(rows))] + [(0, 0)] * (rows.ndim - 1))
+
+
+def _move_size(num_blocks: int) -> int:
+    """Of a move of several blocks at once: 1, 4, 16, ..."""
+    return 1 << 2 * -(-(num_blocks - 1).bit_length() // 2)
+
+
+def _filled_up(blocks: Sequence[int]) -> Ints:
+    """With the padding block, of which it does not matter what it holds."""
+    return _padded(np.array(blocks, np.int32), _move_size(len(blocks)))
 
 
 def _write_size(num_rows: int, most: int) -> int:
