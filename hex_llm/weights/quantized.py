@@ -104,10 +104,10 @@ class _Module:
 
 def _built(module: _Module, quantization: Quantization) -> QuantizedTensor:
     """By the first scheme that fits; where none does, the last one's error says what is wrong."""
-    build, error = BUILDERS[quantization.method], None
+    error = None
     for scheme in quantization.schemes:
         try:
-            return build(module, scheme)
+            return BUILDERS[quantization.method, scheme.packed](module, scheme)
         except ModelError as misfit:
             error = misfit
     assert error is not None
@@ -188,10 +188,6 @@ def _act_order(module: _Module, name: str, inputs: int, size: int) -> SafeTensor
     return None if is_in_order else groups
 
 
-def _compressed(module: _Module, scheme: Scheme) -> QuantizedTensor:
-    return _packed(COMPRESSED, module, scheme) if scheme.packed else _scaled(module, scheme)
-
-
 def _scaled(module: _Module, scheme: Scheme) -> QuantizedTensor:
     """weight [N, K] of bytes, and weight_scale or weight_scale_inv, which is multiplied with all the same."""
     weight = module.matrix("weight", "I8", *FP8)
@@ -210,11 +206,7 @@ def _scaled(module: _Module, scheme: Scheme) -> QuantizedTensor:
     )
 
 
-def _bitsandbytes(module: _Module, scheme: Scheme) -> QuantizedTensor:
-    return _nibbles_of_blocks(module) if scheme.packed else _rows_of_bytes(module)
-
-
-def _rows_of_bytes(module: _Module) -> QuantizedTensor:
+def _rows_of_bytes(module: _Module, scheme: Scheme) -> QuantizedTensor:
     """weight [N, K] of int8 and SCB [N]: what 127 stands for."""
     weight = module.matrix("weight", "I8")
     form = module.optional("weight_format")
@@ -229,7 +221,7 @@ def _rows_of_bytes(module: _Module) -> QuantizedTensor:
     )
 
 
-def _nibbles_of_blocks(module: _Module) -> QuantizedTensor:
+def _nibbles_of_blocks(module: _Module, scheme: Scheme) -> QuantizedTensor:
     """weight, all numbers in a row, two in a byte, the first above; a scale for each block of them."""
     state, weight = _state(module), module.part("weight")
     (outputs, inputs), size = state["shape"], state["blocksize"]
@@ -310,11 +302,14 @@ def mxfp4(name: str, blocks: SafeTensor, scales: SafeTensor) -> QuantizedTensor:
     )
 
 
-BUILDERS: dict[str, Callable[[_Module, Scheme], QuantizedTensor]] = {
-    "awq": partial(_packed, AWQ),
-    "gptq": partial(_packed, GPTQ),
-    "bitsandbytes": _bitsandbytes,
-    "fp8": _scaled,
-    "fbgemm_fp8": _scaled,
-    "compressed-tensors": _compressed,
+# By method, and whether several numbers share a word.
+BUILDERS: dict[tuple[str, bool], Callable[[_Module, Scheme], QuantizedTensor]] = {
+    ("awq", True): partial(_packed, AWQ),
+    ("gptq", True): partial(_packed, GPTQ),
+    ("bitsandbytes", True): _nibbles_of_blocks,
+    ("bitsandbytes", False): _rows_of_bytes,
+    ("fp8", False): _scaled,
+    ("fbgemm_fp8", False): _scaled,
+    ("compressed-tensors", True): partial(_packed, COMPRESSED),
+    ("compressed-tensors", False): _scaled,
 }
