@@ -12,6 +12,7 @@ SERVER_DEFAULTS = {
     "enable_auto_tool_choice": True,
     "reasoning_parser": None,
     "allow_restart": False,
+    "api_server_count": 1,
     "trust_request_chat_template": False,
     "allow_runtime_lora_updating": False,
     "predict_route": None,

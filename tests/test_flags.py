@@ -27,6 +27,7 @@ BUILT: dict[str, Any] = {
     "enable_auto_tool_choice": False,
     "reasoning_parser": "phi4",
     "allow_restart": True,
+    "api_server_count": 4,
     "trust_request_chat_template": True,
     "allow_runtime_lora_updating": True,
     "enable_lora": True,

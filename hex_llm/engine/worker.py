@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,10 @@ from hex_llm.errors import EngineStopped, HexError, InvalidRequest
 from hex_llm.ipc import protocol
 from hex_llm.ipc.protocol import Command, Progress, Report
 from hex_llm.ipc.pulse import BEAT_S, Pulse
+from hex_llm.ipc.stats import Stats
 from hex_llm.logs import log_from
 from hex_llm.parallel.links import END, Follower
+from hex_llm.types import Update
 
 if TYPE_CHECKING:
     from hex_llm.engine.engine import Engine
@@ -58,7 +60,9 @@ class Worker:
         self._inbox = self._context.socket(zmq.PULL)
         protocol.set_limits(self._inbox, protocol.MAX_COMMAND)
         self._inbox.bind(protocol.command_address(folder))
-        self._outbox = self._connect()
+        self._outboxes = [self._connect(0)]
+        self._num_open: dict[str, int] = {}  # choices, of requests, where there are several front ends
+        self._told = [0.0]  # when each front end was
         self._reader: protocol.Reader[Command] = protocol.Reader(Command)
         self._pulse = Pulse()
 
@@ -76,7 +80,8 @@ class Worker:
             return 1
         finally:
             self._inbox.close()
-            self._outbox.close()
+            for outbox in self._outboxes:
+                outbox.close()
             self._context.term()  # waits, but not for ever, until all is delivered
         return 0
 
@@ -86,6 +91,8 @@ class Worker:
             for command in self._commands():
                 if isinstance(command, protocol.Start):
                     log_from(command.log_level, command.log_format)
+                    self._outboxes += [self._connect(front) for front in range(1, command.num_fronts)]
+                    self._told = [0.0] * command.num_fronts
                     with self._telling_progress():
                         return load(command.config)
 
@@ -136,7 +143,31 @@ class Worker:
                 now = time.perf_counter()
                 stats.rest_s = now - since - stats.schedule_s - stats.dispatch_s - stats.wait_s
                 since = now
-                self._send(protocol.Step(updates, engine.num_steps, stats))
+                self._report(updates, engine, stats)
+
+    def _report(self, updates: list[Update], engine: Engine, stats: Stats) -> None:
+        """To each front end what it has asked for; now and then, and before a rest, the numbers to all."""
+        if len(self._outboxes) == 1:
+            self._send(protocol.Step(updates, engine.num_steps, stats))
+            return
+        own: list[list[Update]] = [[] for _ in self._outboxes]
+        for update in updates:
+            own[self._front_of(update.request_id)].append(update)
+            if update.finish_reason is not None:
+                self._settle(update.request_id)
+        now = time.monotonic()
+        for front, some in enumerate(own):
+            if some or not engine.has_work or now - self._told[front] > BEAT_S:
+                self._told[front] = now
+                self._send(protocol.Step(some, engine.num_steps, stats), front)
+
+    def _front_of(self, request_id: str) -> int:
+        return protocol.front_of(request_id, len(self._outboxes))
+
+    def _settle(self, request_id: str) -> None:
+        """One choice of it has ended."""
+        if (num_left := self._num_open.pop(request_id, 0)) > 1:
+            self._num_open[request_id] = num_left - 1
 
     def _commands(self) -> Iterator[Command]:
         """All that have come."""
@@ -150,10 +181,15 @@ class Worker:
             case protocol.Add(request):
                 try:
                     engine.add(request)
+                    if len(self._outboxes) > 1:
+                        self._num_open[request.request_id] = request.params.num_choices
                 except Exception as error:  # a request's own data fails that request only
                     self._refuse(request.request_id, error)
             case protocol.Abort(request_id):
                 engine.abort(request_id)
+            case protocol.Leave(front):
+                for request_id in [one for one in self._num_open if self._front_of(one) == front]:
+                    engine.abort(request_id)
             case protocol.Stop(request_id, index):
                 engine.stop(request_id, index)
 
@@ -163,15 +199,15 @@ class Worker:
             log.error("a request could not be added", exc_info=error)
             kind, message = HexError.__name__, "the request could not be taken; the server's log tells more"
         param = error.param if isinstance(error, InvalidRequest) else None
-        self._send(protocol.Refused(request_id, kind, message, param))
+        self._send(protocol.Refused(request_id, kind, message, param), self._front_of(request_id))
 
-    def _send(self, report: Report) -> None:
-        self._outbox.send(protocol.encode(report))
+    def _send(self, report: Report, front: int = 0) -> None:
+        self._outboxes[front].send(protocol.encode(report))
 
-    def _connect(self) -> zmq.Socket[bytes]:
+    def _connect(self, front: int) -> zmq.Socket[bytes]:
         outbox = self._context.socket(zmq.PUSH)
         protocol.set_limits(outbox, protocol.MAX_REPORT)
-        outbox.connect(protocol.report_address(self._folder))
+        outbox.connect(protocol.report_address(self._folder, front))
         return outbox
 
     def _telling_progress(self) -> AbstractContextManager[None]:
@@ -190,10 +226,14 @@ class Worker:
         done = threading.Event()
 
         def tell() -> None:
-            with self._connect() as outbox:  # a socket is for one thread only
+            with ExitStack() as opened:  # a socket is for one thread only
+                outboxes: list[zmq.Socket[bytes]] = []
                 while True:
+                    for front in range(len(outboxes), len(self._outboxes)):
+                        outboxes.append(opened.enter_context(self._connect(front)))
                     if (report := news()) is not None:
-                        outbox.send(protocol.encode(report))
+                        for outbox in outboxes:
+                            outbox.send(protocol.encode(report))
                     if done.wait(every_s):
                         return
 
@@ -231,9 +271,14 @@ def end_with_parent(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
-    if sys.platform == "linux":  # a process that is stopped would notice nothing
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    continue_without_parent()
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def continue_without_parent() -> None:
+    """A process that is stopped would not notice that its parent has gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def main(folder: Path, load: Load = load) -> int:

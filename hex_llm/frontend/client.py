@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import sys
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,7 +27,7 @@ from hex_llm.frontend.outputs import OutputCollector
 from hex_llm.frontend.replica import Replica
 from hex_llm.frontend.requests import Generation, Observer, Room, Timeline
 from hex_llm.frontend.router import Router
-from hex_llm.ipc.protocol import Ready
+from hex_llm.ipc.protocol import Ready, request_id
 from hex_llm.ipc.stats import EngineState, leading
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
@@ -60,13 +59,14 @@ class EngineClient:
         self.adapters = AdapterNames(config)
         self.model_name = model_name
         self.log_format = "text"
+        self.front, self.num_fronts = 0, 1  # the number of this front end, and how many there are
         self.request_timeout_s = 0.0  # what a request may take in all; 0: any
         self.stuck_timeout_s = 20.0  # that an engine may be silent
         self.step_timeout_s = 300.0  # for a step; 0: any
         variables = variables_of(config, os.environ)
         self.replicas = [Replica(self, command, each) for each in variables]
         self.room = Room(*(one.requests.places for one in self.replicas))
-        self._router = Router(len(self.replicas))
+        self.router = Router(len(self.replicas))
         self._restarting: asyncio.Task[None] | None = None
 
     @property
@@ -85,9 +85,10 @@ class EngineClient:
 
     @property
     def max_sequences(self) -> int:
-        """That may be waiting and running."""
+        """That may be waiting and running: the share of this front end."""
         assert self.limits is not None, "not loaded yet"
-        return self.config.max_concurrent_requests or self.limits.max_sequences * len(self.replicas)
+        most = self.config.max_concurrent_requests or self.limits.max_sequences * len(self.replicas)
+        return max(most // self.num_fronts, 1)
 
     def observe(self, observer: Observer) -> None:
         for one in self.replicas:
@@ -202,11 +203,11 @@ class EngineClient:
         loads = {i: one.load for i, one in enumerate(self.replicas) if one.serves and one.load <= most}
         if not loads:
             raise QueueFull("no replica has room for so many sequences")
-        return self.replicas[self._router.choose(request, self.limits, loads)]
+        return self.replicas[self.router.choose(request, self.limits, loads)]
 
     def forget(self, replica: Replica) -> None:
         """Its process has gone, and with it what its cache held."""
-        self._router.forget(self.replicas.index(replica))
+        self.router.forget(self.replicas.index(replica))
 
     def _check_ready(self) -> None:
         if not self.ready:
@@ -215,10 +216,10 @@ class EngineClient:
     def _prepare(
         self, prompt: str | Sequence[int], params: SamplingParams, options: RequestOptions
     ) -> OutputCollector:
-        """Runs in a thread. Ids are ours: who knew another's could abort it."""
+        """Runs in a thread."""
         assert self.limits is not None
         request = make_request(
-            uuid.uuid4().hex,
+            request_id(self.front),
             self._encode(prompt) if isinstance(prompt, str) else prompt,
             params,
             self.limits,

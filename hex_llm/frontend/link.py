@@ -15,15 +15,15 @@ from hex_llm.ipc.protocol import Command, Report
 
 
 class EngineLink:
-    """Commands go out and reports come in, by sockets in `folder`."""
+    """Commands go out and reports come in, by sockets in `folder`, to the front end of that number."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, front: int = 0) -> None:
         self.context = zmq.Context()
         self._inbox = zmq.asyncio.Socket(self.context, zmq.PULL)
         self._outbox = zmq.Socket(self.context, zmq.PUSH)
         protocol.set_limits(self._inbox, protocol.MAX_REPORT)
         protocol.set_limits(self._outbox, protocol.MAX_COMMAND)
-        self._inbox.bind(protocol.report_address(folder))
+        self._inbox.bind(protocol.report_address(folder, front))
         self._outbox.connect(protocol.command_address(folder))
         self.reader: protocol.Reader[Report] = protocol.Reader(Report)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
 from hex_llm.frontend.link import EngineLink
 from hex_llm.ipc import protocol
-from hex_llm.ipc.protocol import Command, Ready, Refused, Report, Step
+from hex_llm.ipc.protocol import Ready, Report
 from hex_llm.ipc.pulse import Watch
 from hex_llm.ipc.stats import EngineState
 
@@ -160,6 +160,7 @@ class Supervisor:
         self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._status.progress = "starting"
         self.process = process = EngineProcess()
+        self._owner.link = process.link
         try:
             await process.start(self._command, self._variables)
             self._receiver = asyncio.create_task(self._receive(process))
@@ -167,7 +168,8 @@ class Supervisor:
             self._watchers.add(watcher)
             watcher.add_done_callback(self._watchers.discard)
             level = logging.getLogger("hex_llm").getEffectiveLevel()
-            process.link.send(protocol.Start(self._settings.config, level, self._settings.log_format))
+            told = self._settings
+            process.link.send(protocol.Start(told.config, level, told.log_format, told.num_fronts))
             await self._owner.adopt(await self._loaded)
             if self._status.state not in STARTING:
                 raise EngineStopped(self._status.state.value)
@@ -184,10 +186,6 @@ class Supervisor:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
         await self._release(timeout_s)
-
-    def send(self, command: Command) -> None:
-        assert self.process is not None
-        self.process.link.send(command)
 
     async def restart(self) -> None:
         """On purpose, once its requests have ended: it gets no more of them from now on."""
@@ -257,20 +255,14 @@ class Supervisor:
     async def _receive(self, process: EngineProcess) -> None:
         while True:
             try:
-                await self._take(process, await process.receive())
+                await self._take(await process.receive())
             except Exception:  # nothing may end this loop: all requests would wait for ever
                 log.exception("a report of the engine could not be taken in")
                 self._owner.fail(EngineState.FAILED)
                 process.kill()
 
-    async def _take(self, process: EngineProcess, report: Report) -> None:
+    async def _take(self, report: Report) -> None:
         match report:
-            case Step() | Refused():
-                await self._owner.requests.take(report, is_behind=process.link.has_more)
-            case protocol.Beat(is_busy):
-                # Without a limit for steps, who watches the server must judge how long they take.
-                if is_busy and self._settings.step_timeout_s:
-                    self._status.progressed = time.monotonic()
             case protocol.Progress(message):
                 self._status.progress = message
                 log.info("%s", message)
@@ -279,6 +271,8 @@ class Supervisor:
                     self._loaded.set_result(report)
             case protocol.Failed(kind, message):
                 self._lose(protocol.error_of(kind, message))
+            case _:
+                await self._owner.take(report)
 
 
 def _descendants(pid: int) -> Iterable[int]:

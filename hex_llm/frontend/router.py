@@ -46,6 +46,9 @@ class Sent:
 class Router:
     def __init__(self, num_replicas: int) -> None:
         self._sent = [Sent() for _ in range(num_replicas)]
+        self.is_shared = False  # with routers of other front ends, which are told what was noted
+        self._noted: list[tuple[int, list[int]]] = []
+        self._most = 0
 
     def choose(self, request: Request, limits: Limits, loads: Mapping[int, int]) -> int:
         """One of those whose `loads` are given, and it counts as sent there."""
@@ -55,8 +58,21 @@ class Router:
         _, load, _, chosen = min(ranks)
         if load > BUSIER * min(loads.values()) + MORE:
             chosen = min(rank[1:] for rank in ranks)[-1]
-        sent[chosen].add(keys, limits.max_blocks)
+        self._most = limits.max_blocks
+        sent[chosen].add(keys, self._most)
+        if self.is_shared:
+            self._noted.append((chosen, keys))
         return chosen
+
+    def take_noted(self) -> list[tuple[int, list[int]]]:
+        """Replicas, and keys of blocks that were sent to them since this was last asked for."""
+        noted, self._noted = self._noted, []
+        return noted
+
+    def take_in(self, noted: list[tuple[int, list[int]]]) -> None:
+        """What another front end has sent."""
+        for replica, keys in noted:
+            self._sent[replica].add(keys, self._most or len(keys))
 
     def forget(self, replica: int) -> None:
         """All that it held."""

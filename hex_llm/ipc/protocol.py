@@ -7,6 +7,7 @@ in it is ever executed. What cannot be decoded, or is too large to be meant, is 
 from __future__ import annotations
 
 import logging
+import uuid
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -39,6 +40,7 @@ class Start(msgspec.Struct, tag=True):
     config: EngineConfig
     log_level: int
     log_format: str = "text"
+    num_fronts: int = 1  # front ends, which are all reported to
 
 
 class Add(msgspec.Struct, tag=True):
@@ -56,11 +58,17 @@ class Stop(msgspec.Struct, tag=True):
     index: int
 
 
+class Leave(msgspec.Struct, tag=True):
+    """A front end has gone: its requests are aborted."""
+
+    front: int
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """The process ends, whatever is running."""
 
 
-Command = Start | Add | Abort | Stop | Shutdown
+Command = Start | Add | Abort | Stop | Leave | Shutdown
 
 
 # ---- from the engine
@@ -193,8 +201,19 @@ def command_address(folder: Path) -> str:
     return f"ipc://{folder}/commands"
 
 
-def report_address(folder: Path) -> str:
-    return f"ipc://{folder}/reports"
+def report_address(folder: Path, front: int = 0) -> str:
+    return f"ipc://{folder}/reports{front or ''}"
+
+
+def request_id(front: int) -> str:
+    """A new one, of a front end by its number. Nobody can guess it: who knew another's could abort it."""
+    return f"{front}-{uuid.uuid4().hex}"
+
+
+def front_of(request_id: str, num_fronts: int) -> int:
+    """Whom to report to; ids that were made elsewhere are the first's."""
+    number = request_id.partition("-")[0][:4]
+    return int(number) % num_fronts if number.isdecimal() else 0
 
 
 def set_limits(socket: zmq.Socket[Any], max_frame: int) -> None:

@@ -16,29 +16,17 @@ from hex_llm.admission import Limits
 
 
 class EngineState(Enum):
-    """Whether an engine serves; each value is what those are told who ask for it."""
+    """Whether an engine serves; each value is what those are told who ask for it. In the order in which they
+    will serve."""
 
-    LOADING = "the model is being loaded"
     SERVING = ""
     DRAINING = "the engine finishes its requests and is then restarted"
-    FAILED = "the engine has failed"
+    LOADING = "the model is being loaded"
     RESTARTING = "the engine has failed and is being restarted"
+    FAILED = "the engine has failed"
     GIVEN_UP = "the engine has failed too often; it is not started again"
     SHUTTING_DOWN = "the server is shutting down"
     STOPPED = "the engine was stopped"
-
-
-# From the one that serves to the one that never will.
-ORDER = [
-    EngineState.SERVING,
-    EngineState.DRAINING,
-    EngineState.LOADING,
-    EngineState.RESTARTING,
-    EngineState.FAILED,
-    EngineState.GIVEN_UP,
-    EngineState.SHUTTING_DOWN,
-    EngineState.STOPPED,
-]
 
 
 class Stats(msgspec.Struct, array_like=True, kw_only=True):
@@ -89,7 +77,7 @@ class EngineStatus:
 
 def leading(engines: Sequence[EngineStatus]) -> EngineStatus:
     """The one that will serve first, if none does."""
-    return min(engines, key=lambda one: ORDER.index(one.state))
+    return min(engines, key=lambda one: [*EngineState].index(one.state))
 
 
 def total(engines: Sequence[EngineStatus]) -> Stats:

@@ -28,6 +28,7 @@ from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
 from hex_llm.frontend.client import EngineClient
 from hex_llm.ipc.stats import EngineState
 from hex_llm.launch.connection import SEND_BUFFER, connection
+from hex_llm.launch.fronts import Fronts
 from hex_llm.logs import log_from
 from hex_llm.server.app import create_app
 from hex_llm.server.metrics import Metrics
@@ -50,12 +51,12 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     if engine_config.host_index:
         run_loop(follow(EngineClient(engine_config)))
         return
-    uds = server_config.uds
-    listener = bind(server_config.host, server_config.port) if uds is None else bind_unix(uds)
+    check_fronts(engine_config, server_config)
+    listeners = bind_all(server_config)
     name = server_config.served_model_name or engine_config.model or DEFAULT_MODEL_NAME
     engine = EngineClient(engine_config, name)
     engine.chat_template = template_of(server_config.chat_template)
-    run_loop(run(engine, server_config, listener))
+    run_loop(run(engine, server_config, listeners))
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
@@ -83,6 +84,32 @@ def configure_logging(config: ServerConfig) -> None:
     level = logging.getLevelNamesMapping()[config.log_level] or 1  # 0, NOTSET, would be the parent's level
     log_from(logging.DEBUG if config.verbose_log else level, config.log_format)
     logging.getLogger("uvicorn").setLevel(level)
+
+
+def check_fronts(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    most, num_fronts = engine_config.max_concurrent_requests, server_config.api_server_count
+    if most is not None and most < num_fronts:
+        raise ConfigError(f"--api_server_count={num_fronts}: more than --max_concurrent_requests={most}")
+
+
+def bind_all(config: ServerConfig) -> list[socket.socket]:
+    """One socket for each front end; the first is listening."""
+    if config.uds is not None:
+        return [bind_unix(config.uds)] * config.api_server_count
+    first = bind(config.host, config.port)
+    if config.api_server_count == 1:
+        return [first]
+    # Sockets that share a port would also share it with another server: so it was tried alone before.
+    family, address = first.family, first.getsockname()
+    first.close()
+    sockets = [socket.socket(family) for _ in range(config.api_server_count)]
+    for each in sockets:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        each.bind(address)
+    sockets[0].listen(2048)
+    return sockets
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -121,20 +148,28 @@ def template_of(given: str | None) -> str | None:
         raise ConfigError(f"--chat_template={given}: cannot be read: {error}") from error
 
 
-async def run(engine: EngineClient, config: ServerConfig, listener: socket.socket) -> None:
+async def run(engine: EngineClient, config: ServerConfig, listeners: list[socket.socket]) -> None:
     """Serves until a signal comes or loading fails, which raises its error."""
     server = Server(engine, config)
+    listener = listeners[0]
     log.info("listening on %s, loading %s", address_of(listener), engine.model_name)
+    fronts = server.fronts = Fronts(engine, config, listeners) if len(listeners) > 1 else None
     loading = asyncio.create_task(start(engine, server, config, listener))
-    watching = asyncio.create_task(server.metrics.watch_loop())
+    beside = [asyncio.create_task(server.metrics.watch_loop())]
+    if fronts is not None:
+        beside.append(asyncio.create_task(server.metrics.share(fronts.folder, 0, len(listeners))))
     try:
         await server.serve(sockets=[listener])
         if loading.done():
             loading.result()
     finally:
         loading.cancel()
-        watching.cancel()
-        await asyncio.wait([loading, watching])
+        await asyncio.wait([loading])
+        if fronts is not None:
+            await fronts.end(config.drain_timeout)
+        for task in beside:
+            task.cancel()
+        await asyncio.wait(beside)
         await engine.stop(STOP_S)
 
 
@@ -160,30 +195,37 @@ async def follow(engine: EngineClient) -> None:
         await engine.stop(STOP_S)
 
 
-async def start(
-    engine: EngineClient, server: uvicorn.Server, config: ServerConfig, listener: socket.socket
-) -> None:
+async def start(engine: EngineClient, server: Server, config: ServerConfig, listener: socket.socket) -> None:
     address = address_of(listener)
     try:
         await engine.start()
+        if server.fronts is not None:  # not before: until then one is enough to say that nothing is ready
+            await server.fronts.start()
     except BaseException:
         server.should_exit = True
         raise
-    # All that was made so far stays: looking for garbage in it again and again would hold up every stream.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # a step may make thousands of objects
+    keep_all()
     print(banner(engine, config, address), flush=True)
 
 
+def keep_all() -> None:
+    """What was made so far stays: looking for garbage in it again and again would hold up every stream."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # a step may make thousands of objects
+
+
 class Server(uvicorn.Server):
+    fronts: Fronts | None = None  # further ones, that this one has started
+
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self.engine = engine
         self.drain_s = config.drain_timeout
         self.metrics = Metrics(engine.model_name, *(one.status for one in engine.replicas))
         self.num_signals = 0
         engine.observe(self.metrics)
-        engine.log_format = config.log_format
+        engine.log_format, engine.num_fronts = config.log_format, config.api_server_count
+        engine.router.is_shared = config.api_server_count > 1
         engine.request_timeout_s = config.request_timeout
         engine.stuck_timeout_s, engine.step_timeout_s = config.stuck_timeout, config.step_timeout
         super().__init__(
@@ -205,6 +247,8 @@ class Server(uvicorn.Server):
         """Unlike uvicorn's, it does not raise the signal again at the end: the exit code is 0."""
         self.num_signals += 1
         self.metrics.draining = True
+        if self.fronts is not None:
+            self.fronts.signal(sig)
 
     async def on_tick(self, counter: int) -> bool:
         """After a signal new requests are turned away, and the end comes with that of the running ones."""

@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -30,6 +31,7 @@ from hex_llm.admission import Limits
 from hex_llm.frontend.requests import Observer, Timeline
 from hex_llm.ipc.stats import EngineState, EngineStatus, Stats, total
 from hex_llm.server.common.backend import Backend
+from hex_llm.server.shared_numbers import Summed, ask_numbers, tell_numbers
 
 SOON = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
         640, 2560)  # fmt: skip
@@ -73,8 +75,15 @@ class Metrics(Observer):
         self.engines = engines or (EngineStatus(),)
         self.draining = False  # the server is shutting down
         self.num_open = 0  # HTTP requests that are being worked at
+        self.other_fronts: list[Path] = []  # the sockets at which they tell their numbers
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineNumbers(model_name, self.engines))
+        self.engine_numbers = _EngineNumbers(model_name, self.engines)
+        gauges = (
+            ("hex_llm:open_http_requests", "HTTP requests that are being worked at.", lambda: self.num_open),
+            ("hex_llm:tokens_per_second", "Tokens generated, of late.", self.tokens_per_s),
+        )
+        for name, about, value in gauges:
+            Gauge(name, about, registry=self.registry).set_function(value)
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_S + 1)  # second, tokens
 
         of_model = ("model_name",)
@@ -147,6 +156,11 @@ class Metrics(Observer):
         self._http.labels(method, route, status).inc()
         self._refused.inc(status == 429)
 
+    async def share(self, folder: Path, front: int, num_fronts: int) -> None:
+        """Tells these numbers to the other front ends, and theirs with these, until it is cancelled."""
+        self.other_fronts = [folder / str(i) for i in range(num_fronts) if i != front]
+        await tell_numbers(self.registry, folder / str(front))
+
     async def watch_loop(self) -> None:
         """Notes how late the event loop is, until it is cancelled."""
         while True:
@@ -167,6 +181,17 @@ class Metrics(Observer):
         )
         return sum(counts) / RECENT_S
 
+    async def collected(self) -> Collector:
+        """What all front ends count together, and what they know of the engines."""
+        others = await asyncio.gather(*map(ask_numbers, self.other_fronts))
+        return Summed(self.registry.collect(), *others, self.engine_numbers.collect())
+
+    async def sum_of(self, name: str, own: float) -> float:
+        """Over all front ends."""
+        others = await asyncio.gather(*map(ask_numbers, self.other_fronts))
+        families = (one for families in others for one in families if one.name == name)
+        return own + sum(sample.value for family in families for sample in family.samples)
+
     @property
     def stalled_s(self) -> float:
         """Of the engine that goes on best: the server is healthy while one serves."""
@@ -176,7 +201,7 @@ class Metrics(Observer):
     def now(self) -> dict[str, Any]:
         """The state of the engines in a few numbers."""
         each = [{"state": one.state.name.lower(), **_numbers(one.stats)} for one in self.engines]
-        return {**_numbers(total(self.engines)), "tokens_per_s": self.tokens_per_s(), "engines": each}
+        return {**_numbers(total(self.engines)), "engines": each}
 
     def orca(self, form: str) -> str:
         """The load in ORCA's words, in the form that a request asks for; empty: in none that there is."""
@@ -309,17 +334,18 @@ def routes(backend: Backend, metrics: Metrics) -> APIRouter:
     async def prometheus(request: Request) -> Response:
         """The numbers of this server, for Prometheus."""
         encode, kind = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(metrics.registry), headers={"content-type": kind})
+        return Response(encode(await metrics.collected()), headers={"content-type": kind})
 
     @router.get("/load")
     async def load() -> dict[str, int]:
         """The requests that are being worked at."""
-        return {"server_load": metrics.num_open}
+        return {"server_load": int(await metrics.sum_of("hex_llm:open_http_requests", metrics.num_open))}
 
     @router.get("/stats")
     async def stats() -> dict[str, Any]:
         """The state of the engines in a few numbers."""
         about = {"model": backend.model_name, "max_model_len": backend.max_len, "version": __version__}
-        return {**metrics.now(), **about}
+        tokens_per_s = await metrics.sum_of("hex_llm:tokens_per_second", metrics.tokens_per_s())
+        return {**metrics.now(), "tokens_per_s": tokens_per_s, **about}
 
     return router
