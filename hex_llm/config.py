@@ -432,6 +432,12 @@ class ServerConfig:
     log_format: str = server_flag(
         "text", "The log's lines: text with key=value, or JSON objects.", choices=("text", "json")
     )
+    otlp_traces_endpoint: str | None = server_flag(
+        None,
+        "Send OpenTelemetry's traces there, over OTLP: gRPC, or, with OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="
+        "http/protobuf, HTTP.",
+        unset="no traces",
+    )
     max_request_bytes: int = server_flag(10 << 20, "The largest body of a request; larger ones get a 413.")
     request_timeout: int = server_flag(
         0,

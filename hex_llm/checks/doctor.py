@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -56,23 +55,12 @@ def as_text(found: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _python() -> list[Finding]:
-    value = f"{platform.python_version()}, {platform.machine()}, {sys.platform}; hex-llm {__version__}"
-    return [
-        Finding("python", value, *(() if os.name == "posix" else ("only Linux and macOS are known to work",)))
-    ]
-
-
 def _packages() -> list[Finding]:
     """Versions of what is required; a missing one would have ended the command before."""
     names = ("jax", "jaxlib", "numpy", "fastapi", "tokenizers", "huggingface_hub", "llguidance")
-    versions = {name: importlib.metadata.version(name) for name in names}
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    if versions["jax"].split(".")[:2] == versions["jaxlib"].split(".")[:2]:
-        return [Finding("packages", told)]
-    return [
-        Finding("packages", told, "jax and jaxlib are of different versions", "pip install -U jax jaxlib")
-    ]
+    told = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    value = f"hex-llm {__version__}, Python {platform.python_version()} on {platform.machine()}, {told}"
+    return [Finding("versions", value)]
 
 
 def _devices() -> list[Finding]:
@@ -88,15 +76,10 @@ def _devices() -> list[Finding]:
     memory = f", {stats['bytes_limit'] / GIB:.1f} GiB each" if "bytes_limit" in stats else ""
     value = f"{len(devices)} × {', '.join(kinds)} ({first.platform}){memory}"
     found = [Finding("devices", value)]
-    driver = _nvidia_driver()
-    if driver is not None:
-        found.append(Finding("driver", driver))
-        if first.platform == "cpu":
-            remedy = 'pip install "hex-llm[gpu]"'
-            found[-1] = Finding("driver", driver, "there is a GPU, but JAX does not see it", remedy)
-    if first.platform == "cpu" and list(Path("/dev").glob("accel*")):
-        remedy = 'pip install "hex-llm[tpu]"'
-        found.append(Finding("tpu", "/dev/accel0", "there is a TPU, but JAX does not see it", remedy))
+    here = {"gpu": _nvidia_driver(), "tpu": next((str(one) for one in Path("/dev").glob("accel*")), None)}
+    for kind, what in ((kind, what) for kind, what in here.items() if what):
+        unseen = (f"JAX does not see this {kind.upper()}", f'pip install "hex-llm[{kind}]"')
+        found.append(Finding("driver", what, *(unseen if first.platform == "cpu" else ())))
     return found
 
 
@@ -124,9 +107,8 @@ def _memory() -> list[Finding]:
     sizes = {name: int(kib) << 10 for name, kib in re.findall(r"(\w+): +(\d+) kB", text)}
     if not sizes:
         return []
-    free, shared = sizes["MemAvailable"], shutil.disk_usage("/dev/shm") if Path("/dev/shm").exists() else None
+    free = sizes["MemAvailable"]
     value = f"{free / GIB:.1f} of {sizes['MemTotal'] / GIB:.1f} GiB free"
-    value += f", {shared.free / GIB:.1f} GiB of shared memory" if shared else ""
     return [
         Finding(
             "memory", value, *(("little memory is free", "stop something") if free < LEAST_MEMORY else ())
@@ -166,5 +148,5 @@ def _hub() -> list[Finding]:
 
 
 CHECKS: tuple[Callable[[], list[Finding]], ...] = (
-    _python, _packages, _devices, _compiler, _memory, _disk, _port, _hub,
+    _packages, _devices, _compiler, _memory, _disk, _port, _hub,
 )  # fmt: skip

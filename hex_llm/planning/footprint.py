@@ -21,6 +21,7 @@ from hex_llm.execution.flops import Work
 from hex_llm.execution.kernel_choice import Devices
 from hex_llm.execution.load import weight_bytes
 from hex_llm.execution.memory import token_bytes
+from hex_llm.kernels import cpu
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import F32, abstract_weights, declared
 from hex_llm.models.spec import ModelSpec
@@ -134,7 +135,8 @@ def footprint(model: Model, platform: str, num_devices: int, usable: float) -> F
     choice = Devices(platform, num_devices, config.block_size, dtype)
     plan = plan_model(config, model.files, model.spec, choice)
     # The kernels' own forms hold scales in float16; on CPUs, where that loses nothing.
-    is_narrowed = num_devices == 1 and (platform == "gpu" or plan.checkpoint is not None)
+    in_panels = platform == "cpu" and cpu.quantized_panel_width() and plan.checkpoint is not None
+    is_narrowed = num_devices == 1 and (platform == "gpu" or in_panels)
     params = declared(plan.weights.weights)
     weights = weight_bytes(params, abstract_mesh(num_devices), dtype, 16 if is_narrowed else 32)
     is_large = platform == "gpu" and usable - weights >= LARGE_MEMORY

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hex_llm.errors import ConfigError
 
@@ -18,7 +17,7 @@ BUILT_IN = Path(__file__).with_name("machines.toml")
 GPU_SHARE = 0.92  # of a GPU's memory, which JAX is told to take (its own default is 0.75)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Chip:
     """See machines.toml."""
 
@@ -39,12 +38,17 @@ class Chip:
     accelerator: str = ""
     fp8: bool = True  # multiplies floats of 8 bits, where the engine keeps them so
 
+    def __post_init__(self) -> None:
+        for name in ("hbm", "bandwidth", "flops", "decode", "prefill", "price", "devices"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"[{self.name}] {name}={getattr(self, name)} must be more than 0")
+
     @property
     def usable(self) -> float:
         """Bytes of a device for weights, KV cache and temporaries."""
         return self.hbm * (GPU_SHARE if self.platform == "gpu" else 1)
 
-    @cached_property
+    @property
     def slices(self) -> list[Slice]:
         """The smallest first."""
         return [Slice(self, num) for num in sorted({int(n) for n in (*self.machines, *self.topologies)})]
@@ -83,23 +87,7 @@ class Slice(NamedTuple):
 
 
 def read_machines(path: Path = BUILT_IN) -> dict[str, Chip]:
-    """ConfigError: the user's file is none, or says something that cannot be."""
     try:
-        tables = tomllib.loads(path.read_text())
-        return {name: _chip(name, table) for name, table in tables.items()}
-    except OSError as error:
-        raise ConfigError(f"--machines={path}: cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
+        return {name: Chip(name=name, **table) for name, table in tomllib.loads(path.read_text()).items()}
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"--machines={path}: {error}") from error
-
-
-def _chip(name: str, table: Any) -> Chip:
-    known = {one.name: one.type for one in fields(Chip)}
-    for key, value in table.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if key not in known or (known[key] in ("float", "int") and not is_number):
-            raise ValueError(f"[{name}] {key}={value!r} is not known or not more than 0")
-    missing = [key for key in ("machines", "platform", "hbm", "price") if key not in table]
-    if missing or table["platform"] not in ("tpu", "gpu") or not table["machines"]:
-        raise ValueError(f"[{name}] needs {', '.join(missing) or 'a platform (tpu or gpu) and machines'}")
-    return Chip(name=name, **table)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from hex_llm.errors import ConfigError
 from hex_llm.planning.footprint import Footprint, Model, footprint
@@ -130,6 +131,26 @@ class Option:
     def cost(self) -> float:
         """Dollars for a million output tokens."""
         return self.slice.price / (self.output_rate * 3600) * 1e6
+
+    def figures(self) -> dict[str, Any]:
+        one, found = self.slice, self.footprint
+        return {
+            "slice": one.name,
+            "machine_type": one.machine_type,
+            "topology": one.topology,
+            "num_hosts": one.num_hosts,
+            "price_per_hour": one.price,
+            "weights_bytes": found.weights,
+            "kv_bytes_per_token": found.per_token,
+            "temporary_bytes": found.temporaries,
+            "usable_bytes": self.chip.usable,
+            "kv_tokens": self.kv_tokens,
+            "max_concurrency": self.max_concurrency,
+            "ttft_s": {"floor": self.prefill_floor, "likely": self.ttft},
+            "tpot_s": {"floor": self.step_floor(self.load.concurrency), "likely": self.tpot},
+            "output_tokens_per_s": self.output_rate,
+            "dollars_per_million_output_tokens": self.cost,
+        }
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import shlex
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hex_llm.planning.machines import GPU_SHARE, Chip
 from hex_llm.planning.plan import RULE_CHIP, RULE_GB, TYPES, Option, Plan, least_gb, rule_slice
-from hex_llm.planning.vertex import PORT, Deployment
 
+TEMPLATES = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
+IMAGE = "REGION-docker.pkg.dev/PROJECT/REPOSITORY/hex-llm:{platform}"
 COLUMNS = (
     "",
     "slice",
@@ -28,16 +30,67 @@ COLUMNS = (
 
 def flags_of(plan: Plan, option: Option) -> list[str]:
     """What the server is to be told besides its model."""
-    config = plan.model.config
+    config, one = plan.model.config, option.slice
     flags = {
-        "tensor_parallel_size": option.slice.num_devices,
-        "num_hosts": option.slice.num_hosts if option.slice.num_hosts > 1 else None,
+        "tensor_parallel_size": one.num_devices,
+        "num_hosts": one.num_hosts if one.num_hosts > 1 else None,
         "max_model_len": plan.load.context,
         "hbm_utilization_factor": option.factor,
         "quantization": config.quantization,
         "revision": config.revision,
     }
     return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+
+
+def values_of(plan: Plan, option: Option, **given: Any) -> dict[str, Any]:
+    """The fields of commands.toml; `given` are those of a deployment."""
+    one, chip, flags = option.slice, option.chip, flags_of(plan, option)
+    model = plan.model.config.model or ""
+    model = "MODEL" if model.endswith(".json") else model
+    name = Path(_name(plan)).name.removesuffix(".json")
+    gpu = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(GPU_SHARE)} if chip.platform == "gpu" else {}
+    environment = {
+        "MODEL_ID": model or name,
+        "DEPLOY_SOURCE": "hex-llm",
+        **gpu,
+        **given.pop("environment", {}),
+    }
+    args = ["--host=0.0.0.0", "--port=7080", *([f"--model={model}"] if model else []), *flags]
+    args += given.pop("serve_flags", [])
+    hardware: dict[str, Any] = {"tpu_topology": one.topology} if one.num_hosts > 1 else {}
+    flag = f"--tpu-topology={one.topology}" if hardware else ""
+    if chip.platform == "gpu":
+        hardware = {"accelerator_type": chip.accelerator, "accelerator_count": one.num_chips}
+        kind = chip.accelerator.lower().replace("_", "-")
+        flag = f"--accelerator=type={kind},count={one.num_chips}"
+    defaults = {"project": "PROJECT", "region": "REGION", "service_account": None, "image": IMAGE}
+    values = {**vars(chip), **defaults, "min_replicas": 1, "max_replicas": 1, **given}
+    return values | {
+        "model": shlex.quote(model) if model else "",
+        "name": name,
+        "image": values["image"].format(platform=chip.platform),
+        "flags": shlex.join(flags),
+        "args": args,
+        "args_list": shlex.quote(",".join(args)),
+        "environment": environment,
+        "environment_list": shlex.quote(",".join(f"{key}={value}" for key, value in environment.items())),
+        "environment_prefix": "".join(f"{key}={value} " for key, value in gpu.items()),
+        "hardware": "".join(f"{key}={value!r},\n    " for key, value in hardware.items()),
+        "hardware_flag": flag,
+        "machine_type": one.machine_type,
+        "chip": chip.name,
+        "topology": one.topology,
+        "num_hosts": one.num_hosts,
+        "num_chips": one.num_chips,
+        "manifest": "hosts" if one.num_hosts > 1 else chip.platform,
+    }
+
+
+def commands(plan: Plan, image: str) -> dict[str, str]:
+    values, platform = values_of(plan, plan.best, image=image), plan.best.chip.platform
+    texts = {name: TEMPLATES[name] for name in ("serve", "vertex", "gcloud")}
+    texts |= {name: TEMPLATES[name][platform] for name in ("vm", "gke")}
+    return {name: text.format(**values).strip() for name, text in texts.items()}
 
 
 def as_json(plan: Plan, chips: Mapping[str, Chip], image: str) -> dict[str, Any]:
@@ -51,158 +104,69 @@ def as_json(plan: Plan, chips: Mapping[str, Chip], image: str) -> dict[str, Any]
         "least_gb": {name: least_gb(model.named_billions, bits) for name, bits in TYPES.items()},
         "steps": steps(plan, chips),
         "load": vars(plan.load),
-        "options": [_option(plan, one) for one in plan.fitting],
+        "options": [{**one.figures(), "flags": flags_of(plan, one)} for one in plan.fitting],
         "does_not_fit": dict(plan.problems),
-        "commands": commands(plan, plan.best, image),
-    }
-
-
-def _option(plan: Plan, option: Option) -> dict[str, Any]:
-    found = option.footprint
-    return {
-        "slice": option.slice.name,
-        "machine_type": option.slice.machine_type,
-        "topology": option.slice.topology,
-        "num_hosts": option.slice.num_hosts,
-        "price_per_hour": option.slice.price,
-        "weights_bytes": found.weights,
-        "kv_bytes_per_token": found.per_token,
-        "temporary_bytes": found.temporaries,
-        "usable_bytes": option.chip.usable,
-        "kv_tokens": option.kv_tokens,
-        "max_concurrency": option.max_concurrency,
-        "ttft_s": {"floor": option.prefill_floor, "likely": option.ttft},
-        "tpot_s": {"floor": option.step_floor(plan.load.concurrency), "likely": option.tpot},
-        "output_tokens_per_s": option.output_rate,
-        "dollars_per_million_output_tokens": option.cost,
-        "flags": flags_of(plan, option),
+        "commands": commands(plan, image),
     }
 
 
 def steps(plan: Plan, chips: Mapping[str, Chip]) -> list[str]:
     """The five of Hex-LLM's documentation."""
-    model, size = plan.model, plan.model.named_billions
+    model, best, size = plan.model, plan.best, plan.model.named_billions
     gb = least_gb(size, model.bits)
     wanted = rule_slice(gb, chips[RULE_CHIP]) if RULE_CHIP in chips else None
     by_rule = "more than the largest slice has"
     if wanted is not None:
         by_rule = f"{wanted.machine_type}, {wanted.topology}: --tensor_parallel_size={wanted.num_chips}"
-    best = plan.best
     return [
         f"the model: {_name(plan)}, {model.num_params / 1e9:.2f} B parameters",
         f"memory, at least: {size:g} * ({model.bits} / 8) = {gb} GB",
         f"{RULE_CHIP} chips, by {gb} / {RULE_GB}: more than {gb / RULE_GB:.2g}; {by_rule}",
         f"the context: --max_model_len={plan.load.context}",
-        f"on {best.slice.name}, {_gb(best.free)} GB of each device are free for the KV cache: "
+        f"on {best.slice.name}, {best.free / 1e9:.1f} GB of each device are free for the KV cache: "
         f"--hbm_utilization_factor={best.factor}",
     ]
 
 
-def commands(plan: Plan, option: Option, image: str) -> dict[str, str]:
-    model, flags = plan.model.config.model or "", flags_of(plan, option)
-    model = "MODEL" if model.endswith(".json") else model
-    where = Deployment(model or _name(plan), flags, option.slice, image=image)
-    serve = shlex.join(["hex-llm", "serve", *([model] if model else []), *flags])
-    if option.chip.platform == "gpu":
-        serve = f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_SHARE} {serve}"
-    vertex = ["from google.cloud import aiplatform", *map(str, [*where.start(), *where.ask()])]
-    return {
-        "serve": serve,
-        "vertex": "\n".join(vertex),
-        "gcloud": _gcloud(where),
-        "vm": _vm(option),
-        "gke": _gke(option),
-    }
-
-
-def _gcloud(where: Deployment) -> str:
-    upload = where.start()[1].arguments
-    environment = ",".join(f"{name}={value}" for name, value in where.container_environment.items())
-    args = ",".join(upload["serving_container_args"])
-    command = ",".join(upload["serving_container_command"])
-    machine = f"--machine-type={where.slice.machine_type}"
-    if where.slice.chip.platform == "gpu":
-        kind = where.slice.chip.accelerator.lower().replace("_", "-")
-        machine += f" --accelerator=type={kind},count={where.slice.num_chips}"
-    elif where.slice.num_hosts > 1:
-        machine += f" --tpu-topology={where.slice.topology}"
-    lines = [
-        f"gcloud ai models upload --region={where.region} --display-name={where.name}",
-        f"  --container-image-uri={upload['serving_container_image_uri']} --container-command={command}",
-        f"  --container-args={shlex.quote(args)}",
-        f"  --container-ports={PORT} --container-predict-route=/generate --container-health-route=/ping",
-        f"  --container-env-vars={shlex.quote(environment)}",
-    ]
-    create = f"gcloud ai endpoints create --region={where.region} --display-name={where.name}-endpoint"
-    deploy = f"gcloud ai endpoints deploy-model ENDPOINT --region={where.region} --model=MODEL"
-    deploy += f" --display-name={where.name} {machine}"
-    return "\n".join([" \\\n".join(lines), create, deploy])
-
-
-def _vm(option: Option) -> str:
-    one, zone = option.slice, option.chip.zone
-    if option.chip.platform == "gpu":
-        return f"gcloud compute instances create hex-llm --zone={zone} --machine-type={one.machine_type}"
-    kind = f"--type={option.chip.name} --topology={one.topology}"
-    return f"gcloud alpha compute tpus tpu-vm create hex-llm {kind} --zone={zone} --version=RUNTIME"
-
-
-def _gke(option: Option) -> str:
-    one = option.slice
-    pool = f"gcloud container node-pools create hex-llm --cluster=CLUSTER --node-locations={option.chip.zone}"
-    pool += f" --machine-type={one.machine_type} --num-nodes={one.num_hosts}"
-    if option.chip.platform == "gpu":
-        pool += f" --accelerator=type={option.chip.gke},count={one.num_chips}"
-    elif one.num_hosts > 1:
-        pool += f" --tpu-topology={one.topology}"
-    manifest = "hosts" if one.num_hosts > 1 else option.chip.platform
-    return f"{pool}\nkubectl apply -k deploy/kubernetes/{manifest}"
-
-
 def as_text(plan: Plan, chips: Mapping[str, Chip], image: str) -> str:
-    model, load = plan.model, plan.load
-    sizes = ", ".join(f"{name} {least_gb(model.named_billions, bits)} GB" for name, bits in TYPES.items())
-    rows = [COLUMNS, *(_row(plan, one) for one in plan.fitting)]
+    told, load = as_json(plan, chips, image), plan.load
+    rows = [COLUMNS, *(_row(one, "*" if one is plan.best else "") for one in plan.fitting)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    told = [
-        f"{_name(plan)}: {model.spec.family}, {model.num_params / 1e9:.2f} B parameters of {model.bits} "
-        f"bits, context {model.spec.max_len:,}",
-        f"weights, at least: {sizes}",
+    lines = [
+        f"{_name(plan)}: {told['family']}, {told['num_parameters'] / 1e9:.2f} B parameters of {told['bits']} "
+        f"bits, context {told['max_len']:,}",
+        "weights, at least: " + ", ".join(f"{name} {gb} GB" for name, gb in told["least_gb"].items()),
         "",
-        *(f"{i}. {step}" for i, step in enumerate(steps(plan, chips), 1)),
+        *(f"{i}. {step}" for i, step in enumerate(told["steps"], 1)),
         "",
         f"The smallest slices that fit {load.concurrency} contexts of {load.context:,} tokens. Times are "
         f"likely ones, for {load.input_len} tokens in and {load.output_len} out, {load.concurrency} at once; "
         "weights are a device's, in GB:",
-        *table,
+        *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
     ]
     if plan.problems:
-        told += ["", "Too small:", *(f"  {name}: {problem}" for name, problem in plan.problems.items())]
-    for title, text in commands(plan, plan.best, image).items():
-        told += ["", f"# {title}: {plan.best.slice.name}", text]
-    return "\n".join(told)
+        lines += ["", "Too small:", *(f"  {name}: {problem}" for name, problem in plan.problems.items())]
+    for title, text in told["commands"].items():
+        lines += ["", f"# {title}: {plan.best.slice.name}", text]
+    return "\n".join(lines)
 
 
 def _name(plan: Plan) -> str:
     return plan.model.config.model or "SmolLM2-135M-Instruct"
 
 
-def _row(plan: Plan, option: Option) -> tuple[str, ...]:
+def _row(option: Option, mark: str) -> tuple[str, ...]:
+    one = option.slice
     return (
-        "*" if option is plan.best else "",
-        option.slice.name,
-        option.slice.machine_type + (f" × {option.slice.num_hosts}" if option.slice.num_hosts > 1 else ""),
-        f"{option.slice.price:.2f}",
-        _gb(option.footprint.weights),
+        mark,
+        one.name,
+        one.machine_type + (f" × {one.num_hosts}" if one.num_hosts > 1 else ""),
+        f"{one.price:.2f}",
+        f"{option.footprint.weights / 1e9:.1f}",
         f"{option.kv_tokens:,}",
-        f"{math.floor(option.max_concurrency)}",
+        f"{int(option.max_concurrency)}",
         f"{option.ttft * 1e3:.0f} ms",
         f"{option.tpot * 1e3:.1f} ms",
         f"{option.output_rate:,.0f}",
         f"{option.cost:.2f}",
     )
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f}"

@@ -30,6 +30,7 @@ from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Problem, error_reply
 from hex_llm.server.metrics import CURRENT, Metrics
+from hex_llm.server.traces import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class Gate:
         self.backend = backend
         self.config = config
         self.metrics = metrics
+        address = config.otlp_traces_endpoint
+        self.tracer = None if address is None else Tracer(address, backend.model_name)
         key = config.api_key
         self.key_hash = None if key is None else sha256(key.encode()).digest()
         self.num_refused, self.logged_at = 0, 0.0  # since then, for there being too many
@@ -204,6 +207,9 @@ class Gate:
     def note(self, visit: Visit) -> None:
         visit.route = self.path_of(visit.scope)
         self.metrics.answered(visit.method, visit.route, visit.status)
+        if self.tracer is not None and visit.timelines:
+            name, headers = f"{visit.method} {visit.route}", Headers(scope=visit.scope)
+            self.tracer.request_ended(name, headers, visit.fields(), visit.started, visit.timelines)
         if self.config.disable_log_requests:
             return
         if visit.status == 429:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -90,12 +90,10 @@ class Session:
         if not line.strip():
             return
         name, _, rest = line.strip().partition(" ")
-        if not name.startswith("/"):
-            self.say(line)
-        elif name[1:] in COMMANDS:
-            COMMANDS[name[1:]](self, rest.strip())
+        if name.startswith("/"):
+            self.command(name[1:], rest.strip())
         else:
-            raise ConfigError(f"{one_line(name)}: unknown command; /help lists them")
+            self.say(line)
 
     def say(self, text: str) -> None:
         """The answer is written as it comes. One that fails leaves the conversation as it was."""
@@ -137,26 +135,48 @@ class Session:
         if fault:
             raise Refused(fault)
 
-    # ---- commands
-
-    def show_help(self, _: str) -> None:
-        self.write(HELP + "\n")
-
-    def clear(self, _: str) -> None:
-        self.messages = [one for one in self.messages if one["role"] == "system"]
-
-    def system(self, text: str) -> None:
-        if text:
-            self._set_system(text)
-        else:
-            told = [one["content"] for one in self.messages if one["role"] == "system"]
-            self.write(f"{told[0] if told else 'none'}\n")
+    def command(self, name: str, text: str) -> None:
+        match name:
+            case "help":
+                self.write(HELP + "\n")
+            case "clear":
+                self.messages = [one for one in self.messages if one["role"] == "system"]
+            case "system" if text:
+                self._set_system(text)
+            case "system":
+                told = [one["content"] for one in self.messages if one["role"] == "system"]
+                self.write(f"{told[0] if told else 'none'}\n")
+            case "model":
+                self._choose_model(text)
+            case "set" if " " in text:
+                field, _, value = text.partition(" ")
+                with suppress(ValueError):
+                    value = json.loads(value)
+                self.fields[field] = value
+            case "set":
+                self.write(json.dumps(self.fields) + "\n")
+            case "retry" if len(self.messages) > 1:
+                *self.messages, question, _ = self.messages
+                self.say(question["content"])
+            case "save" if text:
+                with _of_file(text):
+                    Path(text).expanduser().write_text(
+                        json.dumps(self.messages, indent=1, ensure_ascii=False)
+                    )
+            case "load" if text:
+                with _of_file(text):
+                    saved = json.loads(Path(text).expanduser().read_text())
+                    self.messages = [{"role": str(one["role"]), "content": one["content"]} for one in saved]
+            case "exit" | "quit":
+                self.is_open = False
+            case _:
+                raise ConfigError(f"/{one_line(name)}: unknown, or not now; /help lists the commands")
 
     def _set_system(self, text: str) -> None:
         others = [one for one in self.messages if one["role"] != "system"]
         self.messages = [*([{"role": "system", "content": text}] if text else []), *others]
 
-    def choose_model(self, name: str) -> None:
+    def _choose_model(self, name: str) -> None:
         known = [str(one["id"]) for one in json.loads(self.server.ask("/v1/models"))["data"]]
         if not name:
             self.write("\n".join(f"{'*' if one == self.model else ' '} {one}" for one in known) + "\n")
@@ -164,50 +184,6 @@ class Session:
             raise ConfigError(f"{one_line(name)}: the server has {', '.join(known)}")
         else:
             self.model = name
-
-    def set_field(self, text: str) -> None:
-        name, _, value = text.partition(" ")
-        if not value:
-            self.write(json.dumps(self.fields) + "\n")
-            return
-        try:
-            self.fields[name] = json.loads(value)
-        except ValueError:
-            self.fields[name] = value
-
-    def retry(self, _: str) -> None:
-        asked = [i for i, one in enumerate(self.messages) if one["role"] == "user"]
-        if not asked:
-            raise ConfigError("/retry: nothing was asked yet")
-        text = self.messages[asked[-1]]["content"]
-        self.messages = self.messages[: asked[-1]]
-        self.say(text)
-
-    def save(self, name: str) -> None:
-        with _of_file(name):
-            Path(name).expanduser().write_text(json.dumps(self.messages, indent=1, ensure_ascii=False))
-
-    def load(self, name: str) -> None:
-        with _of_file(name):
-            messages = json.loads(Path(name).expanduser().read_text())
-            self.messages = [{"role": str(one["role"]), "content": one["content"]} for one in messages]
-
-    def leave(self, _: str) -> None:
-        self.is_open = False
-
-
-COMMANDS: Mapping[str, Callable[[Session, str], None]] = {
-    "help": Session.show_help,
-    "clear": Session.clear,
-    "system": Session.system,
-    "model": Session.choose_model,
-    "set": Session.set_field,
-    "retry": Session.retry,
-    "save": Session.save,
-    "load": Session.load,
-    "exit": Session.leave,
-    "quit": Session.leave,
-}
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "found\n" in error
     assert found["port"]["problem"] == "someone listens there already"
     assert found["port"]["remedy"] == "hex-llm serve --port=0"
-    assert "jax " in found["packages"]["value"]
+    assert "jax " in found["versions"]["value"]
     assert found["devices"]["value"].endswith("× cpu (cpu)")
 
 
@@ -57,7 +57,7 @@ def test_a_cache_of_someone_else(
 
 
 def test_all_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", (doctor._python, doctor._packages, doctor._disk, doctor._hub))
+    monkeypatch.setattr(doctor, "CHECKS", (doctor._packages, doctor._disk, doctor._hub))
     assert main(["doctor"]) == 0
     assert "!" not in capsys.readouterr().out
     assert main(["doctor", "--jsn"]) == 2
