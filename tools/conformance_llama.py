@@ -42,7 +42,16 @@ OWN = (
         "is_slow_test_allowed",
         "/slots",
     ),
-    *("prompt_string", "/input_tokens", "image", "id_slot", "n_tokens"),
+    *(
+        "prompt_string",
+        "/input_tokens",
+        "image",
+        "id_slot",
+        "n_tokens",
+        "2 * 9",
+        "same_as_string",
+        "= 'none'",
+    ),
 )
 UNPREFIXED = ("/chat/completions", "/responses")  # llama.cpp also has OpenAI's routes without /v1
 
