@@ -24,26 +24,10 @@ import pytest
 ROUTES = ("/v1/", "/chat/completions", "/responses", "/predict", "OpenAI(")
 # What llama.cpp alone has, and what only its tiny model says or counts.
 OWN = (
-    *(
-        "__verbose",
-        "timings",
-        "return_progress",
-        "prompt_progress",
-        "system_fingerprint",
-        "n_prompt",
-        "re_prefill",
-    ),
-    *(
-        "(Suddenly)",
-        "(going|bed)",
-        '"/tokenize"',
-        "vision_server",
-        "tinygemma3",
-        "is_slow_test_allowed",
-        "/slots",
-    ),
-    *("prompt_string", "/input_tokens", "image", "id_slot", "n_tokens"),
-)
+    '__verbose timings return_progress prompt_progress system_fingerprint re_prefill id_slot /slots "/tokenize" '
+    "/input_tokens prompt_string same_as_string pooling_none image vision_server tinygemma3 is_slow_test_allowed "
+    "n_prompt n_tokens usage_multiple (Suddenly) (going|bed)"
+).split()
 UNPREFIXED = ("/chat/completions", "/responses")  # llama.cpp also has OpenAI's routes without /v1
 
 sys.modules.setdefault("wget", types.ModuleType("wget"))  # nothing is fetched, so they need not have it

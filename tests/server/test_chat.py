@@ -319,6 +319,11 @@ def test_what_clients_replay_goes_to_the_template() -> None:
     asks = FakeBackend(byte_tokenizer("{% if messages[0].content is none %}none{% endif %}"))
     post(asks, CHAT, {"messages": [replayed]})
     assert asked_of(asks) == "none"
+    # As Qwen3's: it asks for another field alone.
+    template = "{% if messages[0].reasoning_content is not none %}{{ 'x' in messages[0].content }}{% endif %}"
+    asks_not = FakeBackend(byte_tokenizer(template))
+    post(asks_not, CHAT, {"messages": [replayed]})
+    assert asked_of(asks_not) == "False"
 
 
 def test_fields_are_null_rather_than_missing(backend: FakeBackend) -> None:

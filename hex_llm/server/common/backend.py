@@ -105,9 +105,9 @@ def size_of(*outputs: RequestOutput) -> int:
 
 
 def num_logprobs(logprobs: Sequence[Logprobs | None] | None) -> int:
-    if isinstance(logprobs, Named):
-        return logprobs.size
-    return len(logprobs) * len(logprobs[-1] or ()) if logprobs else 0
+    if not logprobs:
+        return 0
+    return logprobs.size if isinstance(logprobs, Named) else len(logprobs) * len(logprobs[-1] or ())
 
 
 async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
