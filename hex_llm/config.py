@@ -161,12 +161,14 @@ class EngineConfig:
     )
     worker_distributed_method: str = engine_flag(
         "mp",
-        "Who starts the workers: multiprocessing or Ray.",
+        "Who starts the other hosts of a replica: their own command lines, or Ray.",
         choices=("mp", "ray"),
         aliases=("distributed_executor_backend",),
         switches={"use_ray": ("ray", "mp")},
         deprecated=("use_ray",),
-        pending="Ray workers",
+    )
+    ray_address: str | None = engine_flag(
+        None, "The Ray cluster's.", unset="that of this node", env=("RAY_ADDRESS",)
     )
     enable_jit: bool = engine_flag(
         True,

@@ -52,6 +52,16 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         run_loop(follow(EngineClient(engine_config)))
         return
     check_fronts(engine_config, server_config)
+    if engine_config.worker_distributed_method == "ray" and engine_config.num_hosts > 1:
+        from hex_llm.launch.ray import ray_hosts
+
+        with ray_hosts(engine_config) as engine_config:
+            serve_clients(engine_config, server_config)
+    else:
+        serve_clients(engine_config, server_config)
+
+
+def serve_clients(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     listeners = bind_all(server_config)
     name = server_config.served_model_name or engine_config.model or DEFAULT_MODEL_NAME
     engine = EngineClient(engine_config, name)

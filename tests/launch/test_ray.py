@@ -1,0 +1,112 @@
+"""A replica over two nodes of a real Ray cluster, both on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from hex_llm.config import EngineConfig
+from hex_llm.errors import ConfigError
+from tests.launch.test_following import FLAGS, PROMPT, TINY
+from tests.parallel.test_hosts import free_port
+from tests.tiny import greedy_tokens
+
+pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    running = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    running.add_node(num_cpus=2)
+    try:
+        yield running
+    finally:
+        running.shutdown()
+
+
+def start(cluster: Any, folder: Path, port: int) -> subprocess.Popen[str]:
+    flags = [f"--model={folder}", "--num_hosts=2", "--tensor_parallel_size=2", "--host=127.0.0.1", *FLAGS]
+    flags += ["--worker_distributed_method=ray", f"--ray_address={cluster.address}", f"--port={port}"]
+    fast = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    log = (folder / "log").open("a")
+    command = [sys.executable, "-m", "hex_llm.cli", "serve", *flags]
+    return subprocess.Popen(command, env={**os.environ, "XLA_FLAGS": fast}, stdout=log, stderr=log, text=True)
+
+
+def await_tokens(server: subprocess.Popen[str], port: int, folder: Path) -> list[int]:
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    for _ in range(600):
+        assert server.poll() is None, (folder / "log").read_text()[-3000:]
+        try:
+            reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=100)
+            if reply.status_code == 200:
+                tokens: list[int] = reply.json()["choices"][0]["token_ids"]
+                return tokens
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.5)
+    raise AssertionError((folder / "log").read_text()[-3000:])
+
+
+def followers() -> list[psutil.Process]:
+    return [
+        one for one in psutil.process_iter(["cmdline"]) if "hex_llm.launch.ray" in (one.info["cmdline"] or [])
+    ]
+
+
+def test_two_nodes_serve_and_a_lost_actor_comes_back(cluster: Any, tmp_path: Path) -> None:
+    expected = greedy_tokens(TINY.save(tmp_path), PROMPT, 16)
+    port = free_port()
+    server = start(cluster, tmp_path, port)
+    try:
+        assert await_tokens(server, port, tmp_path) == expected
+        (follower,) = followers()
+        actor = follower.parent()
+        assert actor is not None
+        actor.kill()  # with which what it started ends
+        follower.wait(30)
+        assert await_tokens(server, port, tmp_path) == expected
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0, (tmp_path / "log").read_text()[-3000:]
+        for one in followers():
+            one.wait(30)
+    finally:
+        server.kill()
+
+
+def test_what_a_cluster_lacks_is_told_in_one_line(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hex_llm.launch import ray as launch
+
+    monkeypatch.setattr(launch, "PLACE_S", 2.0)
+    config = EngineConfig(num_hosts=3, tensor_parallel_size=3, ray_address=cluster.address)
+    with pytest.raises(ConfigError, match="--num_hosts=3: within 2 s the Ray cluster had no such nodes"):
+        with launch.ray_hosts(config):
+            pass
+
+
+def test_no_cluster_is_told_in_one_line() -> None:
+    from hex_llm.launch import ray as launch
+
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ConfigError, match=f"--ray_address={address}: no Ray cluster answers"):
+        with launch.ray_hosts(EngineConfig(num_hosts=2, tensor_parallel_size=2, ray_address=address)):
+            pass
