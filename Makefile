@@ -46,7 +46,7 @@ bench-load: $(TESTS)  ## peak host memory of loading a sharded 2 GB checkpoint o
 tpu-compile: $(SERVER)  ## compile large models for TPU slices, without TPUs; without libtpu they are only lowered
 	$(BIN)/python -m tools.tpu_compile $(ARGS)
 
-conformance: $(TESTS)  ## vLLM's own tests against this server; hours. ARGS="chat_completion" runs those files alone
+conformance: $(TESTS)  ## vLLM's and llama.cpp's own tests against this server; hours. ARGS="chat_completion" runs those files alone
 	$(BIN)/python -m tools.conformance $(ARGS)
 
 format: $(TESTS)

@@ -129,24 +129,36 @@ class EngineConfig:
         "and none take none, and a folder's is taken instead.",
     )
     max_logprobs: int = model_flag(
-        20, "The most log-probabilities of likeliest tokens that a request may ask for; never over 20.", low=0
+        20, "The most log-probabilities of likeliest tokens that a request may ask for; -1: of all.", low=-1
     )
     seed: int = model_flag(0, "Seeds everything; a request's own seed wins for that request.", low=0)
 
     num_hosts: int = engine_flag(
         1, "The hosts that one replica spans.", aliases=("nnodes",), deprecated=("num_nodes",)
     )
+    host_index: int = engine_flag(
+        0, "Which of these hosts this one is; 0 answers clients.", low=0, aliases=("node_rank",)
+    )
+    coordinator_address: str | None = engine_flag(
+        None,
+        "HOST:PORT of host 0, where the hosts of a replica find each other.",
+        unset="as a TPU slice's or a LeaderWorkerSet's environment says",
+        aliases=("dist_init_addr",),
+    )
     disagg_topo: str | None = engine_flag(
         None,
         "Serve with P prefill and D decode workers, each of tensor_parallel_size devices.",
         pattern=r"[1-9][0-9]{0,3},[1-9][0-9]{0,3}",
         form='"P,D": the numbers of prefill and of decode workers, as in "3,1"',
-        pending="separate prefill and decode workers",
     )
     data_parallel_size: int = engine_flag(
         1, "The replicas of the model, each with tensor_parallel_size devices and a process of its own."
     )
-    tensor_parallel_size: int = engine_flag(1, "The devices of one replica.", env=("NUM_SHARD",))
+    tensor_parallel_size: int = engine_flag(
+        1,
+        "The devices of one replica; on Vertex AI, if it is not given, as many as AIP_MACHINE_TYPE has.",
+        env=("NUM_SHARD",),
+    )
     worker_distributed_method: str = engine_flag(
         "mp",
         "Who starts the workers: multiprocessing or Ray.",
@@ -345,6 +357,11 @@ class ServerConfig:
     chat_template: str | None = server_flag(
         None, "A file with a chat template, or the template itself.", unset="the model's"
     )
+    enable_response_store: bool = server_flag(
+        False,
+        "Keep what /v1/responses answers, up to 128 MiB, to be asked for again and to be gone on from.",
+        env=("VLLM_ENABLE_RESPONSES_API_STORE",),
+    )
     return_tokens_as_token_ids: bool = server_flag(
         False, "Log-probabilities name tokens by their ids, whether or not a request asks for that."
     )
@@ -414,6 +431,12 @@ class ServerConfig:
     verbose_log: bool = server_flag(False, "Log the detail of every step.", env=("HEX_LLM_VERBOSE_LOG",))
     log_format: str = server_flag(
         "text", "The log's lines: text with key=value, or JSON objects.", choices=("text", "json")
+    )
+    otlp_traces_endpoint: str | None = server_flag(
+        None,
+        "Send OpenTelemetry's traces there, over OTLP: gRPC, or, with OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="
+        "http/protobuf, HTTP.",
+        unset="no traces",
     )
     max_request_bytes: int = server_flag(10 << 20, "The largest body of a request; larger ones get a 413.")
     request_timeout: int = server_flag(

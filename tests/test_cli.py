@@ -54,7 +54,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         (["serv"], "error: serv: unknown command; did you mean serve?\n"),
-        (["train"], "error: train: unknown command; there is serve, bench\n"),
+        (
+            ["train"],
+            "error: train: unknown command; there is serve, bench, plan, verify, chat, doctor, deploy\n",
+        ),
         (["serve", "--seed=x"], "error: --seed=x: must be a whole number from 0 to 2^31-1\n"),
     ],
 )

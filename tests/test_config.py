@@ -18,6 +18,7 @@ SERVER_DEFAULTS = {
     "predict_route": None,
     "health_route": None,
     "log_format": "text",
+    "otlp_traces_endpoint": None,
     "max_request_bytes": 10 << 20,
     "request_timeout": 0,
     "receive_timeout": 60,

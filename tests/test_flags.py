@@ -239,6 +239,17 @@ def test_the_seeds_command() -> None:
         ({"MODEL_ID": "a/b"}, "gs://c --served-model-name=d", {"model": "gs://c", "served_model_name": "d"}),
         ({"AIP_STORAGE_URI": "gs://c"}, "", {"model": "gs://c"}),
         ({"AIP_STORAGE_URI": ""}, "", {}),
+        ({"AIP_MACHINE_TYPE": "ct5lp-hightpu-4t"}, "", {"tensor_parallel_size": 4}),
+        ({"AIP_MACHINE_TYPE": "ct5lp-hightpu-4t"}, "--tensor_parallel_size=1", {}),
+        ({"AIP_MACHINE_TYPE": "a3-highgpu-8g", "NUM_SHARD": "2"}, "", {"tensor_parallel_size": 2}),
+        (
+            {"AIP_MACHINE_TYPE": "ct5lp-hightpu-4t"},
+            "--num_hosts=4",
+            {"tensor_parallel_size": 16, "num_hosts": 4},
+        ),
+        ({"AIP_MACHINE_TYPE": "g2-standard-48"}, "", {"tensor_parallel_size": 4}),
+        ({"AIP_MACHINE_TYPE": "tpu7x-standard-4t"}, "", {"tensor_parallel_size": 8}),
+        ({"AIP_MACHINE_TYPE": "n1-standard-4"}, "", {}),
         (
             {"AIP_STORAGE_URI": "gs://c", "MODEL_ID": "a/b"},
             "",

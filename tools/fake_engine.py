@@ -112,6 +112,7 @@ class FakeEngine:
     """As the worker knows an engine. Each step gives every open choice a token; `journal` tells the rest."""
 
     memory = "memory: none"
+    hosts = None
 
     def __init__(
         self,

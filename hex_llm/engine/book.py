@@ -46,6 +46,7 @@ class Choice:
     sequence: Sequence
     seed: int
     constraint: Constraint
+    scheduler: Scheduler  # where its sequence waits or runs
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not told yet
     pooled: npt.NDArray[Any] | None = None  # of the prompt so far, if it is wanted
     adapter: int = 0  # the slot where it is; 0: none
@@ -58,7 +59,7 @@ class ActiveRequest:
     """A request that has not ended."""
 
     request: Request
-    scheduler: Scheduler  # where its sequences wait and run
+    scheduler: Scheduler  # where its sequences wait at first
     choices: list[Choice] = field(default_factory=list)  # empty while it is being prepared
     reasons: dict[int, FinishReason] = field(default_factory=dict)  # of the choices that have ended
     matcher: Future[Matcher] | None = None  # while it is being made
@@ -317,7 +318,8 @@ class RequestBook:
                 cache_len=spec.uniform_len,
                 waits_for_tokens=constraint.follows_tokens,
             )
-            choices.append(Choice(sequence, (seed + index) % 2**64, constraint, adapter=adapter))
+            own_seed = (seed + index) % 2**64
+            choices.append(Choice(sequence, own_seed, constraint, active.scheduler, adapter=adapter))
         active.choices = choices  # all of them, or none
         for choice in choices:
             self._choices[choice.sequence] = choice
@@ -343,7 +345,7 @@ class RequestBook:
         self._updates.append(update)
         choice = active.choices[index] if active.choices else None
         if choice is not None and choice.sequence.finish_reason is None:
-            active.scheduler.finish(choice.sequence, end.reason)
+            choice.scheduler.finish(choice.sequence, end.reason)
         self._note_end(active, choice, end.reason, update)
 
     def _note_end(

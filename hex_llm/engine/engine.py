@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -17,16 +18,20 @@ from hex_llm.engine.adapters import AdapterPool
 from hex_llm.engine.book import Choice, RequestBook
 from hex_llm.execution.batch import Ints
 from hex_llm.execution.flops import Work
-from hex_llm.execution.results import unpack_logprobs
-from hex_llm.execution.runner import CompiledLate, InFlight, Runner
+from hex_llm.execution.leading import follow
+from hex_llm.execution.results import Choices
+from hex_llm.execution.runner import CompiledLate, InFlight, Runner, is_there
 from hex_llm.ipc.stats import Stats
 from hex_llm.models.spec import ModelSpec
+from hex_llm.parallel.hosts import gathered
+from hex_llm.parallel.links import Follower, Leader
+from hex_llm.sampling_params import MAX_LOGPROBS
 from hex_llm.scheduling.blocks import BlockPool
 from hex_llm.scheduling.limits import StepTimes
 from hex_llm.scheduling.scheduler import Scheduler
 from hex_llm.scheduling.sequence import Sequence
 from hex_llm.text.grammar import GrammarFactory
-from hex_llm.types import Pooling, Request, StepPlan, Update
+from hex_llm.types import Pooling, Request, StepPlan, TokenLogprobs, Update
 
 MIN_WAITED_S = 2e-4  # for a step; if it is waited for less, the host may have come too late
 
@@ -40,13 +45,17 @@ class Engine:
         num_blocks: int,
         grammars: GrammarFactory | None = None,
         pooling: Pooling | None = None,
+        hosts: Leader | Follower | None = None,
+        stepper: Stepping | None = None,
     ) -> None:
-        self.config, self.spec = config, spec
-        self.stepper = Stepper(config, spec, runner, num_blocks)
+        """`hosts`: the link with the other hosts of the replica, if there are any. `stepper`: if not one for
+        this runner."""
+        self.config, self.spec, self.hosts = config, spec, hosts
+        self.stepper = stepper or Stepper(config, spec, runner, num_blocks)
         self.limits = Limits(
             spec.vocab_size,
             spec.max_len,
-            self.stepper.scheduler.pool.num_usable,
+            min(one.scheduler.pool.num_usable for one in self.stepper.steppers),
             config.block_size,
             grammars is not None,
             runner.paddings.limits.max_sequences,
@@ -54,7 +63,7 @@ class Engine:
             config.allow_priority,
             replace(pooling or Pooling(), size=spec.hidden_size),
             config.runner in ("auto", "generate"),
-            config.max_logprobs,
+            spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
             config.max_loras if config.enable_lora else 0,
         )
         adapters = None if runner.adapter_layout is None else AdapterPool(config, runner)
@@ -63,10 +72,14 @@ class Engine:
 
     def warm_up(self, progress: bool = False) -> None:
         """Compiles every shape that a step can have, and finds out how long steps take."""
-        runner = self.stepper.runner
-        runner.warm_up(progress)
-        if self.config.enable_jit:  # op by op they are slow, and not what the times are for
-            self.stepper.scheduler.times = StepTimes(runner.measure_steps())
+        for stepper in self.stepper.steppers:
+            runner = stepper.runner
+            runner.compile_all(progress)
+            if self.hosts is not None:
+                gathered(b"")  # a program that others do not run yet would wait for them
+            runner.run_all()
+            if self.config.enable_jit:  # op by op they are slow, and not what the times are for
+                stepper.scheduler.times = StepTimes(runner.measure_steps())
 
     def add(self, request: Request) -> None:
         """Accepts a request; raises InvalidRequest or QueueFull, and nothing was accepted then."""
@@ -89,6 +102,10 @@ class Engine:
             self.book.wait()
         return self.book.take_updates()
 
+    def follow(self, frame: bytes) -> None:
+        """Does as the leader's engine, on one of the other hosts."""
+        follow(self.stepper.runner, frame)
+
     @property
     def has_work(self) -> bool:
         return self.book.has_work or self.stepper.is_in_flight
@@ -96,7 +113,7 @@ class Engine:
     @property
     def is_compiling(self) -> bool:
         """Any thread may ask."""
-        return self.stepper.runner.is_compiling
+        return any(one.runner.is_compiling for one in self.stepper.steppers)
 
     @property
     def num_steps(self) -> int:
@@ -112,16 +129,46 @@ class Engine:
 
     def check(self) -> None:
         """The invariants that hold between any two calls (blocks, slots, and the ledger of requests)."""
-        scheduler = self.stepper.scheduler
-        scheduler.check()
-        self.book.check(scheduler.num_waiting + len(scheduler.running))
-        if not self.has_work:
-            assert scheduler.is_idle
+        schedulers = [one.scheduler for one in self.stepper.steppers]
+        for scheduler in schedulers:
+            scheduler.check()
+            assert self.has_work or scheduler.is_idle
+        self.book.check(sum(one.num_waiting + len(one.running) for one in schedulers))
 
     def check_idle(self) -> None:
         """A part of these that takes no time to speak of, for an engine that has nothing to do."""
         self.book.check_idle()
-        self.stepper.scheduler.check_idle()
+        for one in self.stepper.steppers:
+            one.scheduler.check_idle()
+
+
+class Stepping(Protocol):
+    """What an engine asks of who steps its runners."""
+
+    @property
+    def steppers(self) -> list[Stepper]:
+        """All that there are; the first tells of how a model is held."""
+
+    @property
+    def runner(self) -> Runner: ...
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For the next request."""
+
+    def step(self, book: RequestBook) -> bool:
+        """Sends off and reads what can be; False: there was nothing to do."""
+
+    @property
+    def is_in_flight(self) -> bool:
+        """A step was sent off and not read yet."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def stats(self) -> Stats:
+        """After the last step."""
 
 
 class Stepper:
@@ -143,20 +190,38 @@ class Stepper:
 
     def step(self, book: RequestBook) -> bool:
         """Sends the next step off and reads the one before it; False: there was nothing to do."""
+        sent = self.send_next(book)
+        if len(self._in_flight) > (self.config.async_scheduling if sent else 0):
+            self.read_next(book)
+            return True
+        return sent
+
+    @property
+    def steppers(self) -> list[Stepper]:
+        return [self]
+
+    @property
+    def is_in_flight(self) -> bool:
+        return bool(self._in_flight)
+
+    @property
+    def can_send(self) -> bool:
+        """No more are in flight than may be while another is sent off."""
+        return len(self._in_flight) <= self.config.async_scheduling
+
+    @property
+    def can_read(self) -> bool:
+        """The oldest step in flight has ended: reading it takes no time."""
+        return bool(self._in_flight) and is_there(self._in_flight[0][0].choices)
+
+    def send_next(self, book: RequestBook) -> bool:
+        """Sends the next step off; False: there was none."""
         self._step = Stats()
         with self._timed("schedule_s"), self.runner.recorder.phase("schedule"):
             plan, sequences = self.scheduler.schedule()
         if sequences:
             self._send_off(book, plan, sequences)
-        if len(self._in_flight) > (self.config.async_scheduling if sequences else 0):
-            self.read_next(book)
-            return True
         return bool(sequences)
-
-    @property
-    def is_in_flight(self) -> bool:
-        """A step was sent off and not read yet."""
-        return bool(self._in_flight)
 
     def read_next(self, book: RequestBook) -> None:
         """Waits for the oldest step in flight and tells the book what it brought."""
@@ -169,9 +234,10 @@ class Stepper:
             if any(sequence.params.pooling for sequence in sequences):
                 self._keep_pooled(book, step, sequences)
             for row, token_ids in self.scheduler.collect(step.plan, sequences, chosen.token_ids):
-                num_top = sequences[row].params.logprobs
-                logprobs = [] if num_top is None else chosen.logprobs(row, len(token_ids), num_top)
-                book.tell(sequences[row], token_ids, logprobs)
+                sequence, logprobs = sequences[row], list[TokenLogprobs]()
+                if sequence.params.logprobs is not None and token_ids:
+                    logprobs = self._logprobs(book, step, row, sequence, chosen)
+                book.tell(sequence, token_ids, logprobs)
 
     @property
     def stats(self) -> Stats:
@@ -256,6 +322,24 @@ class Stepper:
             choice.adapter,
         )
 
+    def _logprobs(
+        self, book: RequestBook, step: InFlight, row: int, sequence: Sequence, chosen: Choices
+    ) -> list[TokenLogprobs]:
+        """Of the token that was chosen for a row. What the step itself does not tell is rare."""
+        num_top, ids = sequence.params.logprobs or 0, sequence.params.logprob_token_ids
+        told = chosen.logprobs(row, 1, num_top)
+        choice = book.choice_of(sequence)
+        if choice is None or not (ids or num_top > MAX_LOGPROBS):
+            return told
+        [token_id] = chosen.token_ids[row]
+        last = sum(chunk.num_tokens for chunk in step.plan.chunks[: row + 1]) - 1
+        hidden = np.asarray(step.hidden)[last : last + 1]
+        if not ids:
+            return self.runner.logprobs_of(hidden, np.array([token_id], np.int32), num_top, choice.adapter)
+        labels = np.array(ids, np.int32)
+        of_ids = self.runner.logprobs_of(hidden.repeat(len(ids), 0), labels, 0, choice.adapter)
+        return [TokenLogprobs(told[0].logprob, told[0].rank, list(ids), [one.logprob for one in of_ids])]
+
     def _keep_prompt_logprobs(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
         for row in range(len(step.plan.decodes), len(sequences)):
             sequence, chunk = sequences[row], step.plan.chunks[row]
@@ -265,8 +349,8 @@ class Stepper:
                 continue
             if (choice := book.choice_of(sequence)) is not None:
                 following = np.array(prompt[chunk.position + 1 : chunk.end + 1], np.int32)
-                rows = self.runner.prompt_logprobs(step, row, following, choice.adapter)
-                choice.prompt_logprobs[chunk.position :] = unpack_logprobs(rows, num_top)
+                logprobs = self.runner.prompt_logprobs(step, row, following, num_top, choice.adapter)
+                choice.prompt_logprobs[chunk.position :] = logprobs
 
     def _keep_pooled(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
         hidden, end = np.asarray(step.hidden), 0
@@ -286,7 +370,8 @@ class Stepper:
             elif kind == "tokens" and chunk.samples:
                 ids = np.array(sequence.params.allowed_token_ids or (), np.int32)
                 behind = hidden[end - 1 : end].repeat(len(ids), 0)
-                choice.pooled = self.runner.logprobs_of(behind, ids, choice.adapter)["logprob"]
+                logprobs = self.runner.logprobs_of(behind, ids, 0, choice.adapter)
+                choice.pooled = np.array([one.logprob for one in logprobs])
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

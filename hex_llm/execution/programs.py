@@ -76,6 +76,7 @@ class Write:
 @dataclass(frozen=True)
 class PromptLogprobs:
     num_rows: int
+    of_all: bool = False  # of the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,32 @@ class WriteAdapter:
     """One adapter into its slot."""
 
 
-Key = StepShape | Logits | Choose | Adjust | AddLogprobs | Write | PromptLogprobs | WriteAdapter
+@dataclass(frozen=True)
+class TakeBlocks:
+    """What so many blocks hold, in every layer."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class PutBlocks:
+    """The same, into other blocks."""
+
+    num_blocks: int
+
+
+Key = (
+    StepShape
+    | Logits
+    | Choose
+    | Adjust
+    | AddLogprobs
+    | Write
+    | PromptLogprobs
+    | WriteAdapter
+    | TakeBlocks
+    | PutBlocks
+)
 
 
 class ProgramContext(NamedTuple):
@@ -150,9 +176,19 @@ def described(
             write = partial(write_rows, first_column=part.start)
             values = _ints(num_rows, part.stop - part.start)
             return ProgramSpec(write, (slots, _ints(num_rows), values), (0,), whole)
-        case PromptLogprobs(num_rows):
-            logprobs = partial(prompt_logprobs, spec=spec)
+        case PromptLogprobs(num_rows, of_all):
+            logprobs = partial(vocabulary_logprobs if of_all else prompt_logprobs, spec=spec)
             return ProgramSpec(logprobs, (lm_head(num_rows), hidden(num_rows), _ints(num_rows)), (), whole)
+        case TakeBlocks(num_blocks):
+            lie = [NamedSharding(mesh, PAGES)] * len(pages)
+            return ProgramSpec(take_blocks, (pages, _ints(num_blocks)), (), lie)
+        case PutBlocks(num_blocks):
+            lie = [NamedSharding(mesh, PAGES)] * len(pages)
+            contents = [
+                jax.ShapeDtypeStruct((num_blocks, *one.shape[1:]), one.dtype, sharding=one.sharding)
+                for one in pages
+            ]
+            return ProgramSpec(put_blocks, (pages, _ints(num_blocks), contents), (0,), lie)
         case WriteAdapter():
             assert context.adapters is not None
             held = (adapters, context.adapters.described(), _ints())
@@ -162,6 +198,14 @@ def described(
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def take_blocks(pages: Pages, blocks: jax.Array) -> Pages:
+    return [one[blocks] for one in pages]
+
+
+def put_blocks(pages: Pages, blocks: jax.Array, contents: Pages) -> Pages:
+    return [one.at[blocks].set(new) for one, new in zip(pages, contents, strict=True)]
 
 
 def forward(
@@ -240,6 +284,11 @@ def prompt_logprobs(
 ) -> jax.Array:
     """hidden [N, D] of some tokens, following [N] the tokens after them -> these, packed (results.py)."""
     return pack_tokens(Chosen(following, *logprobs_of(decoder.logits(spec, lm_head, hidden), following)))
+
+
+def vocabulary_logprobs(lm_head: Matrix, hidden: jax.Array, _: jax.Array, *, spec: ModelSpec) -> jax.Array:
+    """float32 [N, V], whatever follows."""
+    return jax.nn.log_softmax(decoder.logits(spec, lm_head, hidden))
 
 
 def write_rows(slots: jax.Array, which: jax.Array, values: jax.Array, *, first_column: int) -> jax.Array:

@@ -248,7 +248,9 @@ class Supervisor:
             log.error("%s", error)
         else:
             self._loaded.set_exception(error)
-        self._owner.fail(EngineState.FAILED)
+        # An engine that ends by itself follows one on another host, which has ended.
+        ended = isinstance(error, EngineStopped)
+        self._owner.fail(EngineState.SHUTTING_DOWN if ended else EngineState.FAILED)
 
     async def _receive(self, process: EngineProcess) -> None:
         while True:

@@ -82,6 +82,9 @@ def leading(engines: Sequence[EngineStatus]) -> EngineStatus:
 
 def total(engines: Sequence[EngineStatus]) -> Stats:
     """The numbers of all of them as those of one."""
-    each = [one.stats for one in engines]
+    return summed([one.stats for one in engines])
+
+
+def summed(each: Sequence[Stats]) -> Stats:
     names = [name for name in Stats.__struct_fields__ if name.startswith("num_")]
     return Stats(**{name: sum(getattr(one, name) for one in each) for name in names})

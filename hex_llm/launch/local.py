@@ -10,17 +10,21 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import socket
 import stat
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
+from hex_llm.cluster import located
 from hex_llm.config import EngineConfig, ServerConfig
-from hex_llm.errors import ConfigError, HexError, ModelError
+from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
 from hex_llm.frontend.client import EngineClient
 from hex_llm.ipc.stats import EngineState
 from hex_llm.launch.connection import SEND_BUFFER, connection
@@ -35,6 +39,7 @@ log = logging.getLogger(__name__)
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 TICK_S = 0.05  # between two looks at what is still running
 TURN_S = 0.001  # after which a thread at large work must let the event loop go on
+ENDED = (EngineState.GIVEN_UP, EngineState.SHUTTING_DOWN)
 STOP_S = 2  # what the last replies, then the engine's present step, get at the end
 
 
@@ -42,14 +47,22 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     """Returns after SIGTERM or SIGINT; raises a HexError when the server cannot start."""
     configure_logging(server_config)
     sys.setswitchinterval(TURN_S)
+    engine_config = located(engine_config, os.environ)
+    if engine_config.host_index:
+        run_loop(follow(EngineClient(engine_config)))
+        return
     check_fronts(engine_config, server_config)
     listeners = bind_all(server_config)
     name = server_config.served_model_name or engine_config.model or DEFAULT_MODEL_NAME
     engine = EngineClient(engine_config, name)
     engine.chat_template = template_of(server_config.chat_template)
+    run_loop(run(engine, server_config, listeners))
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(run(engine, server_config, listeners))
+            runner.run(main)
     except Exception as error:
         log.debug("the server failed", exc_info=True)
         if isinstance(error, HexError):
@@ -157,6 +170,28 @@ async def run(engine: EngineClient, config: ServerConfig, listeners: list[socket
         for task in beside:
             task.cancel()
         await asyncio.wait(beside)
+        await engine.stop(STOP_S)
+
+
+async def follow(engine: EngineClient) -> None:
+    """On a host that does as another one tells it: until that one ends, or a signal comes."""
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, stopping.set)
+    starting, stopped = asyncio.create_task(engine.start()), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            log.info("following the first host")
+        while not stopping.is_set() and (state := engine.replicas[0].status.state) not in ENDED:
+            await asyncio.sleep(TICK_S)
+        if not stopping.is_set() and state is EngineState.GIVEN_UP:
+            raise EngineStopped(state.value)
+    finally:
+        for task in (starting, stopped):
+            task.cancel()
+        await asyncio.wait((starting, stopped))
         await engine.stop(STOP_S)
 
 

@@ -67,6 +67,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_decode_seqs, NO_SLOT, -1))
         self._num_arrived = 0
         self._in_flight = 0
+        self.hands_over = False  # who has been prefilled goes on elsewhere
 
     # ---- who comes and goes
 
@@ -103,6 +104,36 @@ class Scheduler:
         self.num_preemptions += 1
         self._put_back(sequence)
 
+    # ---- who moves from one scheduler to another
+
+    def movable(self) -> list[Sequence]:
+        """Who has been prefilled, and whose tokens are all known."""
+        return [s for s in self.running if s.state is State.IN_TRANSFER and s.num_in_flight == 0]
+
+    def hand_over(self, sequence: Sequence, to: Scheduler) -> tuple[list[int], list[int]] | None:
+        """The blocks that hold its tokens here, and those that must hold them there before it goes on; what
+        the first hold must be taken before another step is sent off. None: there is no room."""
+        needed = to.pool.blocks_for(sequence.length)
+        if not to._free_slots or needed + to._num_growing() > to.pool.num_free:
+            return None
+        source = sequence.blocks[: self.pool.blocks_for(sequence.num_computed)]
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.slot, sequence.slot_is_written = to._free_slots.pop(), False
+        sequence.blocks, sequence.num_published = to.pool.take(needed), 0
+        insort(to.running, sequence, key=lambda s: s.order)
+        return source, sequence.blocks[: len(source)]
+
+    def take_waiting(self) -> list[Sequence]:
+        """All that wait, to wait elsewhere."""
+        waiting = [s for _, _, s in self._waiting if s.finish_reason is None]
+        self._waiting, self.num_waiting = [], 0
+        return waiting
+
+    def wait_again(self, sequence: Sequence) -> None:
+        """It has waited, and run, elsewhere."""
+        self._enqueue(sequence)
+
     # ---- steps
 
     def schedule(self) -> tuple[StepPlan, list[Sequence]]:
@@ -119,7 +150,12 @@ class Scheduler:
                 prefills = self._prefills(self._prompt_budget(decodes), len(decodes))
         self._in_flight += bool(decodes or prefills)
         plan = StepPlan(tuple(chunk for _, chunk in decodes), tuple(chunk for _, chunk in prefills))
-        return plan, [sequence for sequence, _ in decodes + prefills]
+        sequences = [sequence for sequence, _ in decodes + prefills]
+        if self.hands_over:
+            for sequence in sequences:
+                if sequence.state is State.DECODING:
+                    sequence.move_to(State.IN_TRANSFER)
+        return plan, sequences
 
     def drop_ended(self, plan: StepPlan, sequences: ListLike[Sequence]) -> tuple[StepPlan, list[Sequence]]:
         """The step that was scheduled last and was not sent off yet, without those that have ended since."""

@@ -30,6 +30,7 @@ from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Problem, error_reply
 from hex_llm.server.metrics import CURRENT, Metrics
+from hex_llm.server.traces import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ BUSY_S = 1  # of being told that there are too many requests: one line in the lo
 # Of a body, counted by its commas: parsing so many holds up everyone for a tenth of a second.
 MAX_VALUES = 500_000
 VALUES_PER_KEY = 10  # which takes as long as so many values
+INVOKE = "/invoke"  # Vertex AI's prefix of any path; a front that takes it away is as well
 MAX_HEAD = 32 << 10  # bytes of a request's path and headers
 OPEN_PATHS = ("/ping", "/health")  # for load balancers, which have no key
 WITHOUT_ENGINE = ("/metrics", "/load", "/version", "/docs", "/openapi.json")  # answered at any time
@@ -65,6 +67,8 @@ class Gate:
         self.backend = backend
         self.config = config
         self.metrics = metrics
+        address = config.otlp_traces_endpoint
+        self.tracer = None if address is None else Tracer(address, backend.model_name)
         key = config.api_key
         self.key_hash = None if key is None else sha256(key.encode()).digest()
         self.num_refused, self.logged_at = 0, 0.0  # since then, for there being too many
@@ -74,9 +78,9 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        prefix = self.config.root_path
-        if prefix is not None and scope["path"].startswith(f"{prefix}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(prefix)}
+        for prefix in filter(None, (self.config.root_path, INVOKE)):
+            if scope["path"].startswith(f"{prefix}/"):
+                scope = {**scope, "path": scope["path"].removeprefix(prefix)}
         visit = Visit(scope, send, self.metrics)
         works = scope["method"] == "POST"
         self.metrics.num_open += works
@@ -203,6 +207,9 @@ class Gate:
     def note(self, visit: Visit) -> None:
         visit.route = self.path_of(visit.scope)
         self.metrics.answered(visit.method, visit.route, visit.status)
+        if self.tracer is not None and visit.timelines:
+            name, headers = f"{visit.method} {visit.route}", Headers(scope=visit.scope)
+            self.tracer.request_ended(name, headers, visit.fields(), visit.started, visit.timelines)
         if self.config.disable_log_requests:
             return
         if visit.status == 429:

@@ -26,7 +26,7 @@ from hex_llm.text.tokenizer import Tokenizer
 
 MAX_OUTPUT = 16 << 20  # characters
 _MAX_PRODUCT = 1 << 20  # elements of a repeated string or list, and bits of a power
-_ASKS_FOR_CONTENT = re.compile(r"content\W{0,3} *(is|==|!=) *(not +)?none", re.IGNORECASE)
+_ASKS_FOR_CONTENT = re.compile(r"(?<!reasoning_)content\W{0,3} *(is|==|!=) *(not +)?none", re.IGNORECASE)
 _TAG = "hex-llm-continues-here "  # its last character shows whether the template trims messages
 
 

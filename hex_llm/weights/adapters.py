@@ -94,8 +94,6 @@ def _low_rank(
             "lora_embedding_A",
             "lora_embedding_B",
         ]:  # [rank, tokens], [width, rank]: a table is its own outputs
-            if any(part.ndim != 2 for part in parts.values()):
-                raise ModelError(f"{_shown(name)}: the adapter's matrices are none")
             down, up = parts["lora_embedding_B"].T, parts["lora_embedding_A"].T
         case _:
             raise ModelError(f"{_shown(name)}: the adapter has only one of its two matrices")

@@ -200,7 +200,7 @@ def _config(keys: _Keys, family: _Family, tensors: Tensors) -> Config:
             f"{keys.path}: has no tensor token_embd.weight; take a file that holds a whole model"
         )
     hidden, heads = keys.positive("embedding_length"), keys.positive("attention.head_count")
-    head_dim = hidden // heads
+    head_dim, ends = hidden // heads, end_ids(keys.metadata)
     if family.arch == "llama":  # in the other architectures the rotary size may be less than the head's
         head_dim = keys.positive("rope.dimension_count", head_dim)
     config = {
@@ -221,14 +221,10 @@ def _config(keys: _Keys, family: _Family, tensors: Tensors) -> Config:
         "tie_word_embeddings": "output.weight" not in tensors,
         "sliding_window": keys.optional("attention.sliding_window"),
         "bos_token_id": keys.token_id("bos"),
-        "eos_token_id": _one_or_list(end_ids(keys.metadata)),
+        "eos_token_id": list(ends) if len(ends) > 1 else next(iter(ends), None),
         "pad_token_id": keys.token_id("padding"),
     }
     return config | _specific(keys, family.model_type, config, tensors)
-
-
-def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
-    return list(ids) if len(ids) > 1 else ids[0] if ids else None
 
 
 def _rope_scaling(keys: _Keys, tensors: Tensors) -> Config | None:

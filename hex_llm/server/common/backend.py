@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar, Unpack
 
-from hex_llm.frontend.outputs import raise_failure
+from hex_llm.frontend.outputs import Named, raise_failure
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.common.body import EngineRequest
@@ -105,7 +105,9 @@ def size_of(*outputs: RequestOutput) -> int:
 
 
 def num_logprobs(logprobs: Sequence[Logprobs | None] | None) -> int:
-    return len(logprobs) * len(logprobs[-1] or ()) if logprobs else 0
+    if not logprobs:
+        return 0
+    return logprobs.size if isinstance(logprobs, Named) else len(logprobs) * len(logprobs[-1] or ())
 
 
 async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

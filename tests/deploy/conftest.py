@@ -1,0 +1,1 @@
+from tests.planning.conftest import config as config
