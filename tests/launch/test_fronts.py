@@ -139,8 +139,9 @@ def test_all_end_together(sign: signal.Signals) -> None:
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ConfigError, match="more than --max_concurrent_requests=2"):
         local.check_fronts(EngineConfig(max_concurrent_requests=2), ServerConfig(api_server_count=3))
-    with pytest.raises(ConfigError, match="allow_runtime_lora_updating"):
-        ServerConfig(api_server_count=2, allow_runtime_lora_updating=True)
+    for name in ("allow_runtime_lora_updating", "enable_response_store"):
+        with pytest.raises(ConfigError, match=name):
+            ServerConfig(api_server_count=2, **{name: True})  # type: ignore[arg-type]
     sockets = local.bind_all(ServerConfig(host="127.0.0.1", port=0, api_server_count=2))
     port = sockets[0].getsockname()[1]
     assert sockets[1].getsockname()[1] == port
