@@ -1,4 +1,4 @@
-"""The commands of the guides that users come from, with ours in the place of theirs, where no cloud is needed.
+"""The commands of guides that users come from, with ours in the place of theirs, where no cloud is needed.
 
 Hex-LLM's documentation (its examples of arguments), vLLM's guide for Llama on TPUs, Hugging Face's for Llama
 405B on Vertex AI. What they do on Vertex AI itself is in tests/deploy, dry.

@@ -76,7 +76,7 @@ def main() -> None:
         run(python, "-m", "pip", "install", "--quiet", wheel, cwd=folder)
         print(run(folder / "env/bin/hex-llm", "--version", cwd=folder).strip())
         plan = json.loads(run(folder / "env/bin/hex-llm", "plan", "--on=v5e-1", "--json", cwd=folder))
-        assert plan["options"][0]["slice"] == "v5e-1"
+        assert plan["options"][0]["name"] == "v5e-1"
         try_server(python, folder)
     print(f"done in {time.monotonic() - started:.0f} s")
 
