@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, SupportsIndex, Unpack
 
@@ -59,10 +59,22 @@ def make_request(
 ) -> Request:
     """Raises InvalidRequest, which names the field."""
     prompt_ids = _truncated(prompt_ids, params, limits)
+    if -1 in (params.logprobs, params.prompt_logprobs):
+        params = _with_vocabulary(params, limits.vocab_size)
     bad_words = _bad_word_ids(params, tokenizer)
     request = Request(request_id, prompt_ids, params, bad_word_ids=bad_words, **options)
     check_request(request, limits)
     return request
+
+
+def _with_vocabulary(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """-1 log-probabilities are those of all tokens."""
+    of_choice, of_prompt = params.logprobs, params.prompt_logprobs
+    return replace(
+        params,
+        logprobs=vocab_size if of_choice == -1 else of_choice,
+        prompt_logprobs=vocab_size if of_prompt == -1 else of_prompt,
+    )
 
 
 def max_len_of(request: Request, limits: Limits) -> int:
@@ -83,6 +95,7 @@ def check_request(request: Request, limits: Limits) -> None:
     _check_prompt(request.prompt_ids, limits)
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
+    _check_ids("logprob_token_ids", params.logprob_token_ids, limits)
     _check_ids("logit_bias", params.logit_bias or (), limits)
     if sum(map(len, request.bad_word_ids)) > MAX_BAD_WORD_IDS:
         raise InvalidRequest.at("bad_words", f"more than {MAX_BAD_WORD_IDS} tokens in all")
@@ -168,9 +181,11 @@ def _check_logprobs(request: Request, max_len: int, most: int) -> None:
     """Of all choices together: a reply holds them all, and repeats the prompt's for each."""
     params, num_prompt = request.params, len(request.prompt_ids)
     for name, num_tokens in {"logprobs": max_len - num_prompt, "prompt_logprobs": num_prompt}.items():
-        if (getattr(params, name) or 0) > most:
+        num_top = getattr(params, name) or 0
+        if num_top > most:
             raise InvalidRequest.at(name, f"more than {most} are not told here (--max_logprobs)")
-        if (getattr(params, name) or 0) * num_tokens * params.num_choices > MAX_LIKELIEST:
+        num_labels = len(params.logprob_token_ids) if name == "logprobs" else 0
+        if max(num_top, num_labels) * num_tokens * params.num_choices > MAX_LIKELIEST:
             raise InvalidRequest.at(
                 name,
                 f"more than {MAX_LIKELIEST} in all, for {num_tokens} tokens of {params.num_choices} choices",

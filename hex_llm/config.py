@@ -129,12 +129,21 @@ class EngineConfig:
         "and none take none, and a folder's is taken instead.",
     )
     max_logprobs: int = model_flag(
-        20, "The most log-probabilities of likeliest tokens that a request may ask for; never over 20.", low=0
+        20, "The most log-probabilities of likeliest tokens that a request may ask for; -1: of all.", low=-1
     )
     seed: int = model_flag(0, "Seeds everything; a request's own seed wins for that request.", low=0)
 
     num_hosts: int = engine_flag(
         1, "The hosts that one replica spans.", aliases=("nnodes",), deprecated=("num_nodes",)
+    )
+    host_index: int = engine_flag(
+        0, "Which of these hosts this one is; 0 answers clients.", low=0, aliases=("node_rank",)
+    )
+    coordinator_address: str | None = engine_flag(
+        None,
+        "HOST:PORT of host 0, where the hosts of a replica find each other.",
+        unset="as a TPU slice's or a LeaderWorkerSet's environment says",
+        aliases=("dist_init_addr",),
     )
     disagg_topo: str | None = engine_flag(
         None,
@@ -143,7 +152,9 @@ class EngineConfig:
         form='"P,D": the numbers of prefill and of decode workers, as in "3,1"',
         pending="separate prefill and decode workers",
     )
-    data_parallel_size: int = engine_flag(1, "The replicas of the model.", pending="data-parallel replicas")
+    data_parallel_size: int = engine_flag(
+        1, "The replicas of the model, each with tensor_parallel_size devices and a process of its own."
+    )
     tensor_parallel_size: int = engine_flag(
         1,
         "The devices of one replica; on Vertex AI, if it is not given, as many as AIP_MACHINE_TYPE has.",
@@ -303,12 +314,13 @@ class EngineConfig:
         return Path(self.download_dir).expanduser()
 
     def max_sequences(self, max_len: int, max_decode_seqs: int) -> int:
-        """That may be waiting and running: enough for every burst that can be served in good time, and what
-        fits into a share of the memory even if all of them are as long as can be."""
+        """That may be waiting and running at one replica: enough for every burst that can be served in good
+        time, and what fits into a share of the memory even if all of them are as long as can be."""
         if self.max_concurrent_requests is not None:
             return self.max_concurrent_requests
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        fit = int(memory * QUEUE_SHARE) // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
+        share = int(memory * QUEUE_SHARE) // self.data_parallel_size
+        fit = share // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
         return max(2 * max_decode_seqs, min(max(1024, 16 * max_decode_seqs), fit))
 
 
@@ -340,6 +352,11 @@ class ServerConfig:
     )
     chat_template: str | None = server_flag(
         None, "A file with a chat template, or the template itself.", unset="the model's"
+    )
+    enable_response_store: bool = server_flag(
+        False,
+        "Keep what /v1/responses answers, up to 128 MiB, to be asked for again and to be gone on from.",
+        env=("VLLM_ENABLE_RESPONSES_API_STORE",),
     )
     return_tokens_as_token_ids: bool = server_flag(
         False, "Log-probabilities name tokens by their ids, whether or not a request asks for that."
@@ -377,6 +394,9 @@ class ServerConfig:
         False,
         "Have /v1/load_lora_adapter and /v1/unload_lora_adapter, by which adapters get names.",
         env=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
+    )
+    allow_restart: bool = server_flag(
+        False, "Have POST /admin/restart, which restarts the replicas one after another, failing no request."
     )
     trust_request_chat_template: bool = server_flag(
         False, "Let requests bring a chat template, which is code: sandboxed, but not limited in time."

@@ -16,7 +16,8 @@ from hex_llm.errors import InvalidRequest, one_line
 
 MAX_INT = 2**31 - 1
 MAX_CHOICES = 128  # n and best_of
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # likeliest tokens that a step tells; to tell more takes a program of its own
+MAX_LABELS = 128  # logprob_token_ids
 MAX_STOPS = 64  # stop strings, and bad words
 MAX_TOKEN_IDS = 1024  # stop_token_ids, and entries of logit_bias
 MAX_TEXT = 1 << 16  # characters of one stop string, choice or salt
@@ -78,7 +79,8 @@ class SamplingParams:
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    logprobs: int | None = None  # of the chosen token and of that many likeliest
+    logprobs: int | None = None  # of the chosen token and of that many likeliest; -1: of all
+    logprob_token_ids: tuple[int, ...] = ()  # of these instead of the likeliest
     prompt_logprobs: int | None = None
     echo: bool = False  # the output begins with the prompt
     skip_special_tokens: bool = True
@@ -114,6 +116,7 @@ class SamplingParams:
 
     def _check_token_ids(self) -> None:
         limits = {"stop_token_ids": MAX_TOKEN_IDS, "allowed_token_ids": MAX_INT}
+        limits["logprob_token_ids"] = MAX_LABELS
         for name, most in limits.items():
             if (value := getattr(self, name)) is not None:
                 ids = _items(value, name, most)
@@ -122,6 +125,8 @@ class SamplingParams:
                 object.__setattr__(self, name, ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest.at("allowed_token_ids", "must not be empty")
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
@@ -159,8 +164,8 @@ COUNTS = {
     "seed": (-(2**63), 2**63 - 1),
     "max_tokens": (1, MAX_INT),
     "min_tokens": (0, MAX_INT),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "logprobs": (-1, MAX_INT),
+    "prompt_logprobs": (-1, MAX_INT),
     "truncate_prompt_tokens": (-1, MAX_INT),
 }
 OPTIONAL = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")

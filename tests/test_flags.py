@@ -26,6 +26,7 @@ BUILT: dict[str, Any] = {
     "tool_call_parser": "hermes",
     "enable_auto_tool_choice": False,
     "reasoning_parser": "phi4",
+    "allow_restart": True,
     "trust_request_chat_template": True,
     "allow_runtime_lora_updating": True,
     "enable_lora": True,
@@ -80,6 +81,7 @@ BUILT: dict[str, Any] = {
     "sliding_window": 1024,
     "seed": 42,
     "num_hosts": 4,
+    "data_parallel_size": 2,
     "tensor_parallel_size": 16,
     "enable_jit": False,
     "warmup": False,
@@ -107,7 +109,6 @@ BUILT: dict[str, Any] = {
 # The same for every flag that is not, with the feature that the refusal names.
 PENDING = {
     "disagg_topo": ("3,1", "separate prefill and decode workers"),
-    "data_parallel_size": ("2", "data-parallel replicas"),
     "worker_distributed_method": ("ray", "Ray workers"),
     "kv_cache_dtype": ("fp8", "other types of the KV cache"),
 }

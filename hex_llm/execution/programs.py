@@ -76,6 +76,7 @@ class Write:
 @dataclass(frozen=True)
 class PromptLogprobs:
     num_rows: int
+    of_all: bool = False  # of the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,8 @@ def described(
             write = partial(write_rows, first_column=part.start)
             values = _ints(num_rows, part.stop - part.start)
             return ProgramSpec(write, (slots, _ints(num_rows), values), (0,), whole)
-        case PromptLogprobs(num_rows):
-            logprobs = partial(prompt_logprobs, spec=spec)
+        case PromptLogprobs(num_rows, of_all):
+            logprobs = partial(vocabulary_logprobs if of_all else prompt_logprobs, spec=spec)
             return ProgramSpec(logprobs, (lm_head(num_rows), hidden(num_rows), _ints(num_rows)), (), whole)
         case WriteAdapter():
             assert context.adapters is not None
@@ -240,6 +241,11 @@ def prompt_logprobs(
 ) -> jax.Array:
     """hidden [N, D] of some tokens, following [N] the tokens after them -> these, packed (results.py)."""
     return pack_tokens(Chosen(following, *logprobs_of(decoder.logits(spec, lm_head, hidden), following)))
+
+
+def vocabulary_logprobs(lm_head: Matrix, hidden: jax.Array, _: jax.Array, *, spec: ModelSpec) -> jax.Array:
+    """float32 [N, V], whatever follows."""
+    return jax.nn.log_softmax(decoder.logits(spec, lm_head, hidden))
 
 
 def write_rows(slots: jax.Array, which: jax.Array, values: jax.Array, *, first_column: int) -> jax.Array:

@@ -68,6 +68,16 @@ class Choices:
         return unpack_logprobs(self._rows[row]["tokens"][:num_tokens], num_top)
 
 
+def likeliest(logprobs: npt.NDArray[Any], token_ids: Ints, num_top: int) -> list[TokenLogprobs]:
+    """Of rows of the whole vocabulary, with a token for each; of equal ones the first token first."""
+    told = []
+    for row, token_id in zip(logprobs, token_ids, strict=False):  # there may be tokens of padding
+        top = np.argsort(-row, kind="stable")[:num_top]
+        rank = 1 + int(np.count_nonzero(row > row[token_id]))
+        told.append(TokenLogprobs(float(row[token_id]), rank, top.tolist(), row[top].tolist()))
+    return told
+
+
 def unpack_logprobs(tokens: npt.NDArray[Any], num_top: int) -> list[TokenLogprobs]:
     """Of rows of TOKEN."""
     return [

@@ -14,7 +14,6 @@ from typing import Any, overload
 import msgspec
 
 from hex_llm.errors import HexError, InvalidRequest, QueueFull, UnknownModel
-from hex_llm.sampling_params import MAX_LOGPROBS
 from hex_llm.text.detokenize import Detokenizer
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import (
@@ -64,6 +63,11 @@ class Named(Sequence[Logprobs]):
     def __len__(self) -> int:
         return len(self._ids)
 
+    @property
+    def size(self) -> int:
+        """Of all tokens together."""
+        return sum(1 + min(len(one.top_ids), self._num_top) for one in self._logprobs if one is not None)
+
     @overload
     def __getitem__(self, place: int) -> Logprobs: ...
     @overload
@@ -78,7 +82,8 @@ class Named(Sequence[Logprobs]):
 
     def __add__(self, other: Named) -> Named:
         ids, token_logprobs = [*self._ids, *other._ids], [*self._logprobs, *other._logprobs]
-        return Named(ids, token_logprobs, self._num_top, self._tokenizer, self._unknown)
+        num_top = max(self._num_top, other._num_top)
+        return Named(ids, token_logprobs, num_top, self._tokenizer, self._unknown)
 
     def _of(self, token_id: int, token: TokenLogprobs | None) -> Logprobs:
         if token is None:
@@ -226,7 +231,9 @@ class OutputCollector:
         return self._tokenizer.decode(self.request.prompt_ids, skip_special_tokens=False)
 
     def _named_of_choice(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Named:
-        return Named(token_ids, logprobs, MAX_LOGPROBS, self._tokenizer)
+        params = self.request.params
+        num_top = max(params.logprobs or 0, len(params.logprob_token_ids))
+        return Named(token_ids, logprobs, num_top, self._tokenizer)
 
 
 @dataclass(eq=False, slots=True)

@@ -129,7 +129,7 @@ def steps(plan: Plan, chips: Mapping[str, Chip]) -> list[str]:
         f"memory, at least: {size:g} * ({model.bits} / 8) = {gb} GB",
         f"{RULE_CHIP} chips, by {gb} / {RULE_GB}: more than {gb / RULE_GB:.2g}; {by_rule}",
         f"the context: --max_model_len={plan.load.context}",
-        f"on {plan.best.slice.name}, {best.free_bytes / 1e9:.1f} GB of each device are free for the KV cache: "
+        f"on {plan.best.slice.name}, {best.free_bytes / 1e9:.1f} GB of each device are free for KV: "
         f"--hbm_utilization_factor={best.hbm_utilization_factor}",
     ]
 

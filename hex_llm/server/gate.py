@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError
 from hex_llm.frontend.requests import Timeline
-from hex_llm.ipc.stats import EngineState
+from hex_llm.ipc.stats import EngineState, leading
 from hex_llm.server import page
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body_route import BodyRoute
@@ -136,14 +136,14 @@ class Gate:
     def trouble(self, *, watched: bool) -> str:
         """Why requests cannot be served now; empty if they can. An engine that stalls may go on: only who
         watches it is told."""
-        engine_status = self.metrics.engine_status
         if self.metrics.draining:
             return EngineState.SHUTTING_DOWN.value
         if not self.backend.ready:
-            progress = f" ({engine_status.progress})" if engine_status.progress else ""
-            return f"the server is not ready: {engine_status.state.value}{progress}"
-        if watched and engine_status.stalled_s > self.config.health_timeout:
-            return f"the engine has made no step for {engine_status.stalled_s:.0f} s, though there is work"
+            status = leading(self.metrics.engines)
+            progress = f" ({status.progress})" if status.progress else ""
+            return f"the server is not ready: {status.state.value}{progress}"
+        if watched and (stalled_s := self.metrics.stalled_s) > self.config.health_timeout:
+            return f"the engine has made no step for {stalled_s:.0f} s, though there is work"
         return ""
 
     def has_key(self, headers: Headers) -> bool:
@@ -207,7 +207,6 @@ class Gate:
     def note(self, visit: Visit) -> None:
         visit.route = self.path_of(visit.scope)
         self.metrics.answered(visit.method, visit.route, visit.status)
-        self.metrics.engine_status.num_refused += visit.status == 429
         if self.tracer is not None and visit.timelines:
             name, headers = f"{visit.method} {visit.route}", Headers(scope=visit.scope)
             self.tracer.request_ended(name, headers, visit.fields(), visit.started, visit.timelines)

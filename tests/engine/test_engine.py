@@ -29,7 +29,12 @@ from tests.engine.driving import LLAMA, drive, make_engine, request, tokens
 from tests.tiny import greedy_tokens
 
 PROMPT = LLAMA.prompt()
-FLAGS: dict[str, Any] = {"max_decode_seqs": 32, "decode_seqs_padding": 32, "max_model_len": 128}
+FLAGS: dict[str, Any] = {
+    "max_logprobs": -1,
+    "max_decode_seqs": 32,
+    "decode_seqs_padding": 32,
+    "max_model_len": 128,
+}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +160,25 @@ def test_log_probabilities_are_the_judges(engine: Engine, judge: Any) -> None:
         assert found.rank == 1 + int((row > row[PROMPT[i + 1]]).sum())
         assert found.top_ids == row.topk(3).indices.tolist()
     assert not any(update.prompt_logprobs for update in updates[1:])
+
+
+def test_log_probabilities_of_given_tokens_and_of_all(engine: Engine, judge: Any) -> None:
+    size = engine.limits.vocab_size
+    given, others = (5, 100, 7), request("other", LLAMA.prompt(1), greedy(max_tokens=4))
+    every = request("all", PROMPT, greedy(max_tokens=3, logprobs=size, prompt_logprobs=size))
+    labelled = request("given", PROMPT, greedy(max_tokens=3, logprob_token_ids=given))
+    told = drive(engine, [others, every, labelled])
+    expected = torch.log_softmax(logits_of(judge, PROMPT + tokens(told["all", 0])), -1)
+    for i, (of_all, of_given) in enumerate(zip(told["all", 0], told["given", 0], strict=True)):
+        row, [whole], [part] = expected[len(PROMPT) + i - 1], of_all.logprobs, of_given.logprobs
+        assert sorted(whole.top_ids) == list(range(size))
+        np.testing.assert_allclose(whole.top_logprobs, row[whole.top_ids], atol=1e-4)
+        assert (part.top_ids, part.rank) == (list(given), 1)
+        np.testing.assert_allclose(part.top_logprobs, row[list(given)], atol=1e-4)
+        np.testing.assert_allclose([whole.logprob, part.logprob], row[of_all.token_ids * 2], atol=1e-4)
+    for i, found in enumerate(told["all", 0][0].prompt_logprobs):
+        assert found.rank == 1 + int((expected[i] > expected[i][PROMPT[i + 1]]).sum())
+        np.testing.assert_allclose(found.top_logprobs, expected[i][found.top_ids], atol=1e-4)
 
 
 def test_prompt_log_probabilities_do_not_depend_on_chunks(folder: Path, engine: Engine) -> None:

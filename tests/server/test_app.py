@@ -130,6 +130,10 @@ def test_fields_that_change_nothing_are_taken(backend: FakeBackend, path: str) -
                 {"type": "json_schema"},
                 {"type": "text", "json_schema": {"schema": {}}},
                 {"type": "json_object", "x": 1},
+                {"type": "json_object", "schema": {}, "value": {}},
+                {"type": "json_object", "json_schema": {"schema": {}}},
+                {"type": "text", "value": "a"},
+                {"type": "json"},
             ]
         ),
         *(
@@ -189,7 +193,8 @@ ACTING: dict[str, tuple[Any, Any]] = {  # what is sent, and what the engine gets
 
 @pytest.mark.parametrize("path", POSTS)
 def test_every_sampling_parameter_acts(backend: FakeBackend, path: str) -> None:
-    assert set(ACTING) | {"logprobs", "echo", "pooling"} == {field.name for field in fields(SamplingParams)}
+    others = {"logprobs", "logprob_token_ids", "echo", "pooling"}
+    assert set(ACTING) | others == {field.name for field in fields(SamplingParams)}
     for name, (sent, gets) in ACTING.items():
         post(backend, path, {**HELLO[path], "max_tokens": 100, name: sent})
         default = SamplingParams(max_tokens=100)
@@ -214,6 +219,15 @@ def test_defaults_are_those_of_openai(backend: FakeBackend, path: str) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}}},
             {"json": '{"a": 1}'},
         ),
+        ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, {"json": '{"a": 1}'}),
+        ({"response_format": {"type": "json", "value": {"a": 1}}}, {"json": '{"a": 1}'}),
+        (
+            {"response_format": {"type": "json_schema", "value": {"name": "x", "schema": {"a": 1}}}},
+            {"json": '{"a": 1}'},
+        ),
+        ({"response_format": {"type": "regex", "value": "a+"}}, {"regex": "a+"}),
+        ({"json_schema": {"a": 1}}, {"json": '{"a": 1}'}),
+        ({"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
         ({"structured_outputs": {"json": {"type": "array"}}}, {"json": '{"type": "array"}'}),
         ({"structured_outputs": {"json": '{"type": "array"}'}}, {"json": '{"type": "array"}'}),
         ({"structured_outputs": {"json_object": True}}, {"json_object": True}),

@@ -324,7 +324,7 @@ def test_what_clients_replay_goes_to_the_template() -> None:
 def test_fields_are_null_rather_than_missing(backend: FakeBackend) -> None:
     reply = ask(backend, "POST", CHAT, json=HELLO[CHAT]).json()
     assert {name for name, value in reply.items() if value is None} == {
-        "service_tier", "system_fingerprint", "kv_transfer_params", "prompt_logprobs", "prompt_token_ids"
+        "service_tier", "kv_transfer_params", "prompt_logprobs", "prompt_token_ids"
     }  # fmt: skip
     (choice,) = reply["choices"]
     assert {name for name, value in choice.items() if value is None} == {
@@ -375,6 +375,19 @@ def test_reasoning_is_told_apart() -> None:
     assert not {"reasoning", "reasoning_content"} & without["message"].keys()
     plain = both_ways(backend, {})
     assert plain["message"]["content"] == backend.text
+
+
+@pytest.mark.parametrize("included", [True, False])
+def test_tokens_of_reasoning_are_counted(included: bool) -> None:
+    """One is a byte here, and pieces have one each."""
+    backend = speaker("<think>Two <b>\nplaces.</think>\n\nHi.")
+    config = {"config": {"reasoning_parser": "phi4"}}
+    body = {**HELLO[CHAT], "include_reasoning": included, "n": 2}
+    counted = {"reasoning_tokens": 2 * len("Two <b>\nplaces.")}
+    assert post(backend, CHAT, body, **config)["usage"]["completion_tokens_details"] == counted
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = stream(backend, CHAT, {**body, **options}, **config)
+    assert last["usage"]["completion_tokens_details"] == counted
 
 
 HARMONY = "{# <|channel|> #}<|start|>{{ messages[0].content }}{{ reasoning_effort }}<|start|>assistant"

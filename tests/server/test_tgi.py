@@ -427,6 +427,13 @@ def test_tgis_own_client(backend: FakeBackend) -> None:
         found = list(client.generate_stream("hello", max_new_tokens=3, return_full_text=True))
         assert [one.token.text for one in found] == ["o", "l", "l"]
         assert found[-1].generated_text == "hellooll"
+        told = client.chat([text_generation.types.Message(role="user", content="hello")], max_tokens=3)
+        assert told.choices[0].message.content is not None
+        tool = text_generation.types.Tool(type="function", function={"name": "f", "parameters": {}})
+        client.chat(
+            [text_generation.types.Message(role="user", content="hello")], tools=[tool], tool_choice="f"
+        )
+        assert backend.asked[-1].params.structured_outputs is not None
         best = client.generate("abc", best_of=2, do_sample=True)
         assert len(best.details.best_of_sequences) == 1
         with pytest.raises(tgi_errors.ValidationError, match="watermark"):

@@ -63,6 +63,22 @@ def test_batches_that_are_refused(backend: FakeBackend, change: dict[str, Any], 
     assert not backend.asked
 
 
+# ---- log-probabilities
+
+
+def test_log_probabilities_of_given_tokens(backend: FakeBackend) -> None:
+    """The fake engine tells of other tokens, but as many."""
+    for path, changes in ((CHAT, {"logprobs": True}), (COMPLETIONS, {"logprobs": 0})):
+        body = {**HELLO[path], "max_tokens": 1, "logprob_token_ids": [5, 7]}
+        post(backend, path, {**body, **changes})
+        assert backend.asked[-1].params.logprob_token_ids == (5, 7)
+        for change in ({"logprobs": None}, {"logprob_token_ids": [999]}, {"logprob_token_ids": [5] * 129}):
+            reply = ask(backend, "POST", path, json={**body, **changes, **change})
+            assert refusal(reply)["param"] == "logprob_token_ids"
+    beams = {**HELLO[CHAT], **BEAMS, "logprobs": True, "logprob_token_ids": [5]}
+    assert refusal(ask(backend, "POST", CHAT, json=beams))["param"] == "logprob_token_ids"
+
+
 # ---- beams
 
 

@@ -63,8 +63,6 @@ def test_commands(session: Session, written: list[str], tmp_path: Path, backend:
     assert session.messages == saved
     session.take("/clear")
     assert [one["role"] for one in session.messages] == ["system"]
-    session.take("/load " + str(tmp_path / "talk.json"))
-    assert session.messages == saved
     session.take("/system Be kind.")
     written.clear()
     for command in ("/system", "/model", "/set"):
@@ -79,7 +77,6 @@ def test_commands(session: Session, written: list[str], tmp_path: Path, backend:
     [
         ("/halp", "/halp: unknown, or not now; /help lists the commands"),
         ("/model other", "other: the server has fake"),
-        ("/load /none", "/none: No such file or directory"),
         ("/save /none/x", "/none/x: No such file or directory"),
         ("/retry", "/retry: unknown, or not now"),
     ],
@@ -98,13 +95,12 @@ def test_a_request_that_is_refused_changes_nothing(session: Session) -> None:
 
 
 def test_the_command(
-    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", f"--url={address}", "--prompt=abc"]) == 0
     assert "cba" in capsys.readouterr().out
     lines = iter(["abc", "/nonsense", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    monkeypatch.setattr("hex_llm.terminal.chat.HISTORY", tmp_path / "history")
     assert main(["chat", f"--url={address}"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"fake on {address}; /help lists the commands\n")

@@ -92,7 +92,7 @@ class GrowingMessage:
         usage = usage_of(len(collector.request.prompt_ids), collector.num_cached, self._num_output)
         if not self._is_begun:
             self._is_begun = True
-            message = self.whole(usage) | {"content": []}
+            message = self.whole({**usage, "output_tokens": 0}) | {"content": []}
             events = [{"type": "message_start", "message": message}, {"type": "ping"}, *events]
         if delta.finish_reason is not None:
             events += [

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar, Unpack
 
-from hex_llm.frontend.outputs import raise_failure
+from hex_llm.frontend.outputs import Named, raise_failure
 from hex_llm.frontend.requests import Generation
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.server.common.body import EngineRequest
@@ -44,6 +44,9 @@ class Backend(Protocol):
 
     @property
     def adapters(self) -> AdapterNames: ...
+
+    def restart(self) -> None:
+        """Begins to restart its replicas one after another; InvalidRequest: it cannot."""
 
     def check_room(self, num_sequences: int) -> None:
         """To be asked before anything is made for a request's choices: raises InvalidRequest, if so many can
@@ -102,6 +105,8 @@ def size_of(*outputs: RequestOutput) -> int:
 
 
 def num_logprobs(logprobs: Sequence[Logprobs | None] | None) -> int:
+    if isinstance(logprobs, Named):
+        return logprobs.size
     return len(logprobs) * len(logprobs[-1] or ()) if logprobs else 0
 
 

@@ -27,6 +27,7 @@ NOT_WITH_BEAMS = (
     "min_tokens",
     "stop",
     "echo",
+    "logprob_token_ids",
 )
 
 
@@ -93,5 +94,7 @@ def _output(index: int, beam: Beam, tokenizer: Tokenizer, params: SamplingParams
     reason, logprobs = FinishReason.STOP if beam.ended else FinishReason.LENGTH, None
     if (num_top := params.logprobs) is not None:  # the chosen token first, as elsewhere
         pairs = zip(beam.ids, beam.logprobs, strict=True)
-        logprobs = [{i: of[i], **dict(islice(of.items(), num_top))} for i, of in pairs]
+        logprobs = [
+            {i: of[i], **dict(islice(of.items(), num_top if num_top >= 0 else None))} for i, of in pairs
+        ]
     return CompletionOutput(index, list(beam.ids), text, reason, None, beam.logprob, logprobs)

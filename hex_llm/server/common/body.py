@@ -208,14 +208,30 @@ def describe_limits(schema: dict[str, Any]) -> None:
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    """OpenAI's, and what others' clients send: llama.cpp's a schema beside json_object, TGI's a value, which
+    is a schema, alone or with a name, or an expression."""
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: NamedSchema | None = None
+    schema_: Any = Field(None, alias="schema")
+    value: Any = None
 
     def constraint(self) -> StructuredOutputs | None:
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            raise InvalidRequest.at("response_format", "type json_schema, and no other, has a json_schema")
-        if self.json_schema is not None:
-            return StructuredOutputs(json=json_text(self.json_schema.schema_))
+        named, value = self.json_schema, self.value
+        if isinstance(value, dict) and {"name", "schema"} <= value.keys():
+            value = value["schema"]
+        sources: tuple[Any, ...] = (named and named.schema_, self.schema_, value)
+        given = [one for one in sources if one is not None]
+        most = {"text": 0}.get(self.type, 1)
+        least = {"json_object": 0}.get(self.type, most)
+        if not least <= len(given) <= most or (named is not None and self.type != "json_schema"):
+            raise InvalidRequest.at(
+                "response_format", "type json_schema must have a json_schema, json_object may have a schema"
+            )
+        if self.type == "regex":
+            return StructuredOutputs(regex=given[0])
+        if given:
+            return StructuredOutputs(json=json_text(given[0]))
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
@@ -290,6 +306,8 @@ class Sampling(EngineRequest):
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
+    json_schema: Any = None  # llama.cpp's names of guided_json and guided_grammar
+    grammar: str | None = None
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
@@ -311,6 +329,8 @@ class Sampling(EngineRequest):
             for name in self.model_fields_set
             if name.startswith("guided_") and getattr(self, name) is not False
         }
+        guided |= {"json": self.json_schema} if self.json_schema is not None else {}
+        guided |= {"grammar": self.grammar} if self.grammar is not None else {}
         sources = (self.response_format, self.structured_outputs, Structured(**guided) if guided else None)
         constraints = [
             one for source in sources if source is not None and (one := source.constraint()) is not None

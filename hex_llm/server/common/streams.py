@@ -22,8 +22,8 @@ from hex_llm.errors import HexError, InvalidRequest
 from hex_llm.frontend.beside import shaped
 from hex_llm.frontend.outputs import Delta, raise_failure
 from hex_llm.frontend.requests import Generation
-from hex_llm.sampling_params import MAX_LOGPROBS, SamplingParams
-from hex_llm.server.common.backend import Beginning
+from hex_llm.sampling_params import SamplingParams
+from hex_llm.server.common.backend import Beginning, num_logprobs
 from hex_llm.server.common.replies import Whole, openai_end, reply_of
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def _size(news: StreamDelta) -> int:
 
 
 def delta_size(delta: Delta) -> int:
-    return len(delta.token_ids) * (1 if delta.logprobs is None else 1 + MAX_LOGPROBS)
+    return len(delta.token_ids) + num_logprobs(delta.logprobs)
 
 
 def refuse_best_of(params: SamplingParams) -> None:

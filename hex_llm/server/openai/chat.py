@@ -30,6 +30,7 @@ from hex_llm.server.openai import logprobs
 from hex_llm.server.openai.replies import (
     ChunkStream,
     Fields,
+    Telling,
     answered,
     check_model,
     end_of,
@@ -111,14 +112,22 @@ async def stream_chat(
     """`usage_at_end`: also without `include_usage` the last chunk tells it, as Google's clients expect."""
     talk = await prepare(backend, request, config)
     head = head_of(backend, request, "chatcmpl", "chat.completion.chunk")
+    readers: list[Reader] = []
+
+    def new_choice() -> Telling:
+        growing = GrowingMessage(talk, ends_alone=usage_at_end)
+        readers.append(growing.reader)
+        return growing.add
+
     return ChunkStream(
         [begin(backend, talk.prompt_ids, request, talk.params)],
         talk.params,
         request,
         head | given({"metadata": request.metadata}),
-        lambda: GrowingMessage(talk, ends_alone=usage_at_end).add,
+        new_choice,
         tells_prompt_ids=request.return_token_ids,
         usage_at_end=usage_at_end,
+        num_thought=(lambda: sum(one.num_thought for one in readers)) if talk.new_reasoning_parser else None,
     )
 
 
@@ -205,7 +214,9 @@ class PreparedChat:
 
     def logprobs(self, output: CompletionOutput | Delta) -> Fields | None:
         as_ids = self.request.return_tokens_as_token_ids
-        return logprobs.of_chat(self.tokenizer, output, self.params.logprobs or 0, as_ids=as_ids)
+        all_told = self.params.logprob_token_ids or self.params.logprobs == -1
+        num_top = None if all_told else self.params.logprobs or 0
+        return logprobs.of_chat(self.tokenizer, output, num_top, as_ids=as_ids)
 
 
 async def prepare(
@@ -350,12 +361,19 @@ class Reader:
         self._reasoning = reasoning
         self._tools = tools
         self._has_called = False
+        self.num_thought = 0  # tokens that brought reasoning, and not its tags; told in pieces, nearly
+        self._num_pending = 0  # tokens of which nothing was shown yet
 
-    def add(self, text: str, *, ended: bool) -> Fields:
+    def add(self, text: str, *, ended: bool, num_tokens: int = 0) -> Fields:
         """Only what there is."""
         news: Fields = {}
         if self._reasoning is not None:
             reasoning, text = self._reasoning.add(text, ended=ended)
+            self._num_pending += num_tokens
+            if reasoning:
+                self.num_thought += self._num_pending if self.num_thought else num_tokens
+            if reasoning or text:
+                self._num_pending = 0
             if reasoning and self._includes_reasoning:
                 # vLLM's newer name beside the one that everybody knows.
                 news["reasoning_content"] = news["reasoning"] = reasoning
@@ -407,13 +425,13 @@ class GrowingMessage:
     def __init__(self, talk: PreparedChat, *, ends_alone: bool = False) -> None:
         """`ends_alone`: some clients read nothing else from a chunk that also tells the usage."""
         self._talk = talk
-        self._reader = talk.reader()
+        self.reader = talk.reader()
         self._ends_alone = ends_alone
         self._begun = False
 
     def add(self, news: StreamDelta) -> Iterable[Fields]:
         delta, ended = news.delta, news.delta.finish_reason is not None
-        message = self._reader.add(delta.text, ended=ended)
+        message = self.reader.add(delta.text, ended=ended, num_tokens=len(delta.token_ids))
         wants_ids = self._talk.request.return_token_ids
         if not (message or ended or delta.logprobs or (wants_ids and delta.token_ids)):
             return
@@ -430,6 +448,6 @@ class GrowingMessage:
             if self._ends_alone and len(fields["delta"]):
                 yield fields
                 fields = {"delta": {}, "logprobs": None}
-            reason = self._reader.finish_reason(delta.finish_reason)
+            reason = self.reader.finish_reason(delta.finish_reason)
             fields |= {"finish_reason": reason, "stop_reason": delta.stop_reason}
         yield fields

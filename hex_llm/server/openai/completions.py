@@ -143,7 +143,7 @@ class GrowingText:
                 assert isinstance(each, Named)
                 num_echoed = len(collector.request.prompt_ids) if collector.decodes_prompt else 0
                 ids = [*collector.request.prompt_ids, *ids]
-                each = collector.prompt_logprobs(self._params.logprobs, {}) + each
+                each = collector.prompt_logprobs(collector.request.params.logprobs or 0, {}) + each
         return self._logprobs.add(ids, each, self._text, ended=ended, num_echoed=num_echoed)
 
 

@@ -91,7 +91,7 @@ def of_completion(
 
 
 def of_chat(
-    tokenizer: Tokenizer, choice: CompletionOutput | Delta, num_top: int, *, as_ids: bool
+    tokenizer: Tokenizer, choice: CompletionOutput | Delta, num_top: int | None, *, as_ids: bool
 ) -> dict[str, Any] | None:
     if choice.logprobs is None:
         return None

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from hex_llm import __version__
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.requests import Generation
@@ -24,8 +25,8 @@ from hex_llm.weights.adapter_source import unknown
 
 Fields = dict[str, Any]
 NULL = b"null"
-# Of a whole reply: what clients may read, and nothing is in.
-UNSAID = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
+# Of a whole reply: what clients may read. TGI's own insists on a fingerprint.
+UNSAID = {"service_tier": None, "system_fingerprint": f"hex_llm-{__version__}", "kv_transfer_params": None}
 
 
 def check_model(backend: Backend, config: ServerConfig, model: str) -> None:
@@ -91,7 +92,8 @@ Telling = Callable[[StreamDelta], Iterable[Fields]]
 class ChunkStream(ReplyStream):
     """A reply in chunks, then DONE; the first chunk may tell the ids of the prompt.
 
-    `usage_at_end`: the chunk that ends the last choice tells the usage, unless a chunk of its own will.
+    `usage_at_end`: the chunk that ends the last choice tells the usage, unless a chunk of its own will; with
+    it `num_thought`, the tokens of reasoning so far.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class ChunkStream(ReplyStream):
         *,
         tells_prompt_ids: bool = False,
         usage_at_end: bool = False,
+        num_thought: Callable[[], int] | None = None,
     ) -> None:
         options = request.stream_options or StreamOptions()
         refuse_best_of(params)
@@ -122,6 +125,7 @@ class ChunkStream(ReplyStream):
         self._has_usage_chunk = options.include_usage
         self._num_open = len(self._choices)
         self._num_output = 0
+        self._num_thought = num_thought
         self._generations: dict[int, Generation] = {}  # by their numbers
 
     def _chunks_of(self, news: StreamDelta) -> bytes:
@@ -156,4 +160,7 @@ class ChunkStream(ReplyStream):
     def _usage(self, num_output: int) -> Fields:
         collectors = [generation.collector for generation in self._generations.values()]
         num_cached = sum(collector.num_cached for collector in collectors)
-        return usage((one.request.prompt_ids for one in collectors), num_output, num_cached)
+        used = usage((one.request.prompt_ids for one in collectors), num_output, num_cached)
+        if self._num_thought is not None:
+            used["completion_tokens_details"] = {"reasoning_tokens": self._num_thought()}
+        return used

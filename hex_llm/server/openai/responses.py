@@ -1,13 +1,14 @@
 """OpenAI's /v1/responses: a chat whose reply is a list of items, told as a whole or by events.
 
-The chat itself is chat.py's. Nothing is stored: what was answered is not known any more.
+The chat itself is chat.py's. Unless there is a store, what was answered is not known any more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,12 @@ from hex_llm.frontend.beside import read, shaped
 from hex_llm.frontend.outputs import Delta, raise_failure
 from hex_llm.server.common.backend import Backend, answer, begin, served_name, size_of
 from hex_llm.server.common.body_route import BodyRoute
-from hex_llm.server.common.replies import Listed, Whole, encode, problem_of
+from hex_llm.server.common.replies import Encoded, Listed, Whole, encode, problem_of
 from hex_llm.server.common.streams import Pieces, delta_size, streamed, unless_gone
 from hex_llm.server.openai.chat import PreparedChat, prepare
 from hex_llm.server.openai.replies import Fields
-from hex_llm.server.openai.responses_schemas import ResponsesRequest
+from hex_llm.server.openai.response_store import ResponseStore, StoredResponse
+from hex_llm.server.openai.responses_schemas import Message, ResponsesRequest, add_output
 from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -47,12 +49,30 @@ async def respond(backend: Backend, talk: PreparedChat, growing: Growing) -> Who
     size = size_of(output)
     await shaped(size, partial(growing.add, output.outputs[0]))
     await growing.count(output)
+    await shaped(size, partial(growing.end, output))
+    await growing.keep(size)
+    return Whole(size, lambda: growing.response)
 
-    def make() -> Fields:
-        growing.end(output)
-        return growing.response
 
-    return Whole(size, make)
+def begin_in_background(backend: Backend, talk: PreparedChat, growing: Growing) -> bytes:
+    """What is known of it now. As in vLLM it is queued until it has ended."""
+
+    async def work() -> None:
+        try:
+            await respond(backend, talk, growing)
+        except asyncio.CancelledError:
+            growing.response["status"] = "cancelled"
+            await growing.keep()
+        except Exception as error:
+            growing.fail(error)
+            await growing.keep()
+
+    assert growing.store is not None
+    growing.response["background"] = True
+    queued = encode({**growing.response, "status": "queued"})
+    growing.task = asyncio.create_task(work())
+    growing.store.put(growing.response["id"], StoredResponse(queued, task=growing.task))
+    return queued
 
 
 async def events_of(backend: Backend, talk: PreparedChat, growing: Growing) -> Pieces:
@@ -64,7 +84,9 @@ async def events_of(backend: Backend, talk: PreparedChat, growing: Growing) -> P
             if delta.finish_reason is not None:
                 output = generation.output()
                 await growing.count(output)
-                yield await shaped(size_of(output), partial(growing.end, output))
+                last = await shaped(size_of(output), partial(growing.end, output))
+                await growing.keep(size_of(output))
+                yield last
 
 
 def in_our_names(error: Exception, request: ResponsesRequest) -> Exception:
@@ -78,8 +100,18 @@ def in_our_names(error: Exception, request: ResponsesRequest) -> Exception:
 class Growing:
     """One response while it grows: the events that tell it, and at last the whole."""
 
-    def __init__(self, backend: Backend, request: ResponsesRequest, talk: PreparedChat) -> None:
-        self.response = _head(backend, request, talk)
+    def __init__(
+        self,
+        backend: Backend,
+        request: ResponsesRequest,
+        talk: PreparedChat,
+        store: ResponseStore | None,
+        conversation: list[Message],
+    ) -> None:
+        """To be kept in `store`, if any, with the conversation that it goes on with."""
+        self.store, self._conversation = store, conversation
+        self.task: asyncio.Task[None] | None = None  # that makes it, if nobody waits for it
+        self.response = _head(backend, request, talk) | {"store": store is not None}
         self._request = request
         self._talk = talk
         self._reader = talk.reader()
@@ -127,6 +159,17 @@ class Growing:
         code = ERROR_CODES.get(problem.status, "server_error")
         self.response |= {"status": "failed", "error": {"code": code, "message": problem.message}}
         return self._event("failed", response=self.response)
+
+    async def keep(self, size: int = 0) -> None:
+        """Once it has ended, however."""
+        if self.store is not None:
+            self.store.put(self.response["id"], await shaped(size, self._stored))
+
+    def _stored(self) -> StoredResponse:
+        if has_ended := self.response["status"] in ENDS.values():
+            add_output(self.response["output"], self._conversation)
+        conversation = encode(self._conversation) if has_ended else b""
+        return StoredResponse(encode(self.response), conversation, self.task)
 
     # ---- items
 
@@ -234,10 +277,9 @@ def _head(backend: Backend, request: ResponsesRequest, talk: PreparedChat) -> Fi
         "model": served_name(backend, talk.request),
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": request.reasoning.effort, "summary": None},
         "service_tier": "default",
-        "store": False,
         "temperature": talk.params.temperature,
         "text": {"format": written},
         "tool_choice": request.model_dump(include={"tool_choice"})["tool_choice"],
@@ -254,25 +296,63 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
+# ---- routes
+
+
+class StoredRoute(BodyRoute):
+    needs_room = False
+
+
+async def retrieve(store: ResponseStore, response_id: str) -> bytes:
+    return store.get(response_id).body
+
+
+async def cancel(store: ResponseStore, response_id: str) -> bytes:
+    stored = store.get(response_id)
+    if stored.task is None:
+        raise InvalidRequest("Cannot cancel a synchronous response.", "response_id")
+    await stored.stop()
+    return store.get(response_id).body
+
+
+async def delete(store: ResponseStore, response_id: str) -> bytes:
+    await store.get(response_id).stop()
+    store.remove(response_id)
+    return encode({"id": response_id, "object": "response.deleted", "deleted": True})
+
+
 def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     router = APIRouter(prefix="/v1/responses", route_class=BodyRoute)
+    store = ResponseStore() if config.enable_response_store else None
 
     @router.post("")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        body.check_store(store is not None)
         try:
-            talk = await prepare(backend, body.chat(), config)
-            growing = Growing(backend, body, talk)
+            known = body.previous_response_id
+            conversation = store.conversation(known) if store is not None and known else []
+            body.add_input(conversation)
+            talk = await prepare(backend, body.chat(conversation), config)
+            kept_in = None if body.store is False else store
+            growing = Growing(backend, body, talk, kept_in, conversation)
+            if body.background:
+                return Encoded(begin_in_background(backend, talk, growing))
             if body.stream:
                 return await streamed(request, events_of(backend, talk, growing), broken=growing.fail)
             return await unless_gone(request, respond(backend, talk, growing))
         except InvalidRequest as error:
             raise in_our_names(error, body) from None
 
-    @router.get("/{response_id}")
-    @router.delete("/{response_id}")
-    @router.get("/{response_id}/input_items")
-    @router.post("/{response_id}/cancel")
-    async def stored_response(response_id: str) -> Response:
-        raise HTTPException(404, "responses are not stored here, so none can be found")
+    def add(path: str, method: str, look: Callable[[ResponseStore, str], Awaitable[bytes]]) -> None:
+        async def stored_response(response_id: str) -> Response:
+            if store is None:
+                raise HTTPException(404, "responses are not stored here (--enable_response_store)")
+            return Encoded(await look(store, response_id))
 
+        options: dict[str, Any] = {"methods": [method], "route_class_override": StoredRoute}
+        router.add_api_route("/{response_id}" + path, stored_response, name=look.__name__, **options)
+
+    add("", "GET", retrieve)
+    add("", "DELETE", delete)
+    add("/cancel", "POST", cancel)
     return router

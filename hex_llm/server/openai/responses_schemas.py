@@ -1,13 +1,10 @@
-"""The body of OpenAI's /v1/responses, and the chat that it asks for.
-
-Nothing is stored here, so a request must bring the whole conversation.
-"""
+"""The body of OpenAI's /v1/responses, and the chat that it asks for."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from hex_llm.errors import InvalidRequest
 from hex_llm.server.common.body import Body, NamedSchema, Whole, fault, parse
@@ -16,7 +13,7 @@ from hex_llm.server.openai.schemas import ChatRequest, Effort, Function, OpenAIR
 
 Message = dict[str, Any]  # of a chat
 
-NOT_STORED = fault("responses are not stored here: send the whole conversation as input")
+NOT_STORED = "responses are not stored here: send the whole conversation as input (--enable_response_store)"
 # Of a chat, which the rest is passed on to as it is.
 NOT_OF_RESPONSES = (
     *(
@@ -123,6 +120,21 @@ AnyItem = Annotated[
     ),
 ]
 
+
+def add_output(output: list[dict[str, Any]], messages: list[Message]) -> None:
+    """A reply's items, as they would come back."""
+    for item in output:
+        if item["type"] == "function_call":
+            named = {name: item[name] for name in ("call_id", "name", "arguments")}
+            CallItem(type="function_call", **named).add_to(messages)
+            continue
+        text = "".join(part["text"] for part in item["content"])
+        if item["type"] == "reasoning":
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        else:
+            MessageItem(role="assistant", content=text).add_to(messages)
+
+
 # ---- the rest
 
 
@@ -152,12 +164,6 @@ class StreamOptions(Body):
     pass
 
 
-def _boolean(value: Any) -> Any:
-    if not isinstance(value, bool):  # 0 == False, which is enough for Literal
-        raise ValueError("must be true or false")
-    return value
-
-
 class ResponsesRequest(OpenAIRequest):
     """Also takes vLLM's further fields for sampling."""
 
@@ -178,10 +184,11 @@ class ResponsesRequest(OpenAIRequest):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([])
     top_logprobs: Whole | None = None
     stream_options: StreamOptions | None = None  # type: ignore[assignment]
-    background: Annotated[Literal[False], BeforeValidator(_boolean), NOT_STORED] = False
-    previous_response_id: Annotated[None, NOT_STORED] = None
-    conversation: Annotated[None, NOT_STORED] = None
-    prompt: Annotated[None, NOT_STORED] = None
+    store: bool | None = None
+    background: bool = False
+    previous_response_id: str | None = None
+    conversation: Annotated[None, fault("conversations are not stored: see previous_response_id")] = None
+    prompt: Annotated[None, fault("prompts are not stored: send it as input")] = None
     truncation: Literal["disabled"] = "disabled"
 
     @classmethod
@@ -190,14 +197,25 @@ class ResponsesRequest(OpenAIRequest):
         for name in NOT_OF_RESPONSES:
             del schema["properties"][name]
 
-    def chat(self) -> ChatRequest:
+    def check_store(self, is_on: bool) -> None:
+        """Whether there is a store or not."""
+        for name in ("store", "background", "previous_response_id"):
+            if getattr(self, name) and not is_on:
+                raise InvalidRequest.at(name, NOT_STORED)
+        if self.background and self.store is False:
+            raise InvalidRequest.at("background", "background can only be used when `store` is true")
+        if self.background and self.stream:
+            raise InvalidRequest.at("background", "not together with stream")
+
+    def chat(self, conversation: list[Message]) -> ChatRequest:
+        """Of the conversation, whose last messages are the input."""
         for name in NOT_OF_RESPONSES:
             if name in self.model_fields_set:
                 raise InvalidRequest.at(name, "not a field of responses")
         shared = self.model_fields_set & ChatRequest.model_fields.keys() - {"stream", "stream_options"}
         fields = {
             **{name: getattr(self, name) for name in shared},
-            "messages": self._messages(),
+            "messages": [*self._system(), *conversation],
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._format(),
             "tools": [
@@ -209,13 +227,16 @@ class ResponsesRequest(OpenAIRequest):
         }
         return parse(ChatRequest, fields)
 
-    def _messages(self) -> list[Message]:
-        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+    def add_input(self, conversation: list[Message]) -> None:
         if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        for item in self.input:
-            item.add_to(messages)
-        return messages
+            conversation.append({"role": "user", "content": self.input})
+        else:
+            for item in self.input:
+                item.add_to(conversation)
+
+    def _system(self) -> list[Message]:
+        """Those of an earlier response do not hold any more."""
+        return [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
 
     def _format(self) -> dict[str, Any] | None:
         text_format = self.text.format

@@ -168,6 +168,7 @@ class OpenAIRequest(Sampling):
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,200}$")] | None = None  # the end of the reply's
     use_beam_search: bool = False
     length_penalty: float = 1.0  # of beams
+    logprob_token_ids: TokenIds = Field([])
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     safety_identifier: str = ""  # the newer name of user
@@ -176,6 +177,8 @@ class OpenAIRequest(Sampling):
     def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest.at("stream_options", "only together with stream")
+        if self.logprob_token_ids and self.sampled().get("logprobs") is None:
+            raise InvalidRequest.at("logprob_token_ids", "only together with logprobs")
         return super().params(defaults)
 
     def follow(self, config: ServerConfig) -> None:
@@ -205,7 +208,7 @@ class ChatRequest(OpenAIRequest):
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool,
+        str | NamedTool,  # TGI's clients send the name alone
         fault('must be none, auto, required or {"type": "function", "function": {"name": ...}}'),
     ] = "auto"
     parallel_tool_calls: bool = True
@@ -246,7 +249,7 @@ class ChatRequest(OpenAIRequest):
         names = [tool.function.name for tool in self.tools]
         if len({*names, "none", "auto", "required"}) < len(names) + 3:
             raise InvalidRequest.at("tools", "names must differ, also from none, auto and required")
-        if isinstance(choice, NamedTool) and name not in names:
+        if name not in (*names, "none", "auto", "required"):
             raise InvalidRequest.at("tool_choice", f"no tool has the name {shown(name)}")
         if name == "required" and not names:
             raise InvalidRequest.at("tool_choice", "there are no tools")
