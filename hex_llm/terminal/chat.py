@@ -42,6 +42,7 @@ def chat(argv: Sequence[str]) -> None:
         ("api-key", str, os.environ.get("HEX_LLM_API_KEY"), "its key; also HEX_LLM_API_KEY"),
         ("system", str, None, "how the model is to behave"),
         ("prompt", str, None, "ask this, print the answer and leave"),
+        ("set", {"action": "append"}, [], "NAME=VALUE, a field of the requests; may be given several times"),
     ]
     parser.add_flags("flags", flags)
     args, rest = parser.parse(argv)
@@ -50,6 +51,8 @@ def chat(argv: Sequence[str]) -> None:
         raise ConfigError(f"{rest[0]}: a server that runs takes no flags; only --url and a model's name")
     with _server(args.url, rest, args.api_key) as server:
         session = Session(server, args.system, given.get("model") if args.url else None)
+        for field in args.set:
+            session.command("set", field.replace("=", " ", 1))
         if args.prompt is not None:
             session.take(args.prompt)
             return

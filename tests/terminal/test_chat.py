@@ -99,6 +99,8 @@ def test_the_command(
 ) -> None:
     assert main(["chat", f"--url={address}", "--prompt=abc"]) == 0
     assert "cba" in capsys.readouterr().out
+    assert main(["chat", f"--url={address}", "--set=max_tokens=2", "--prompt=abc"]) == 0
+    assert len(capsys.readouterr().out.strip()) == 2
     lines = iter(["abc", "/nonsense", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     assert main(["chat", f"--url={address}"]) == 0
@@ -116,7 +118,7 @@ def test_the_command(
 @pytest.mark.slow
 def test_a_server_is_started_for_it(capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--no-warmup", "--max_model_len=256", "--num_blocks=32", "--max_decode_seqs=2"]
-    assert main(["chat", *flags, "--prompt=What is the capital of France?"]) == 0
+    assert main(["chat", *flags, "--set=temperature=0", "--prompt=What is the capital of France?"]) == 0
     assert "Paris" in capfd.readouterr().out
 
 
