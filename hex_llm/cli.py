@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import TypeVar
 
@@ -23,6 +24,11 @@ USAGE = """usage: hex-llm COMMAND [arguments]
 commands:
   serve [MODEL] [flags]   serve a model over HTTP; `hex-llm serve --help` lists the flags
   bench COMMAND [flags]   measure: serve, latency, throughput, compare
+  plan MODEL [flags]      where a model fits, how fast it is there, what it costs, what to type
+  verify [MODEL] [flags]  a model here and in transformers, layer by layer
+  chat [MODEL] [flags]    chat in the terminal, with a server that runs (--url) or is started
+  doctor                  what this machine has, what is wrong with it, what to type
+  deploy vertex MODEL     upload, deploy and ask a model on Vertex AI; --dry-run prints the calls
 
   --version               print the version
   --help                  print this"""
@@ -64,7 +70,21 @@ def bench(argv: Sequence[str]) -> None:
     getattr(import_module(f"hex_llm.bench.{module}"), function)(rest)
 
 
-COMMANDS = {"serve": serve, "bench": bench}
+# Whose modules are imported late too: neither jax nor the engine is waited for where a flag is wrong.
+ELSEWHERE = {
+    "plan": "planning.commands",
+    "verify": "checks.verify",
+    "chat": "terminal.chat",
+    "doctor": "checks.doctor",
+    "deploy": "planning.commands",
+}
+
+
+def elsewhere(name: str, argv: Sequence[str]) -> None:
+    getattr(import_module(f"hex_llm.{ELSEWHERE[name]}"), name)(argv)
+
+
+COMMANDS = {"serve": serve, "bench": bench} | {name: partial(elsewhere, name) for name in ELSEWHERE}
 
 
 def chosen(name: str, commands: Mapping[str, T]) -> T:

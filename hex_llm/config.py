@@ -136,6 +136,15 @@ class EngineConfig:
     num_hosts: int = engine_flag(
         1, "The hosts that one replica spans.", aliases=("nnodes",), deprecated=("num_nodes",)
     )
+    host_index: int = engine_flag(
+        0, "Which of these hosts this one is; 0 answers clients.", low=0, aliases=("node_rank",)
+    )
+    coordinator_address: str | None = engine_flag(
+        None,
+        "HOST:PORT of host 0, where the hosts of a replica find each other.",
+        unset="as a TPU slice's or a LeaderWorkerSet's environment says",
+        aliases=("dist_init_addr",),
+    )
     disagg_topo: str | None = engine_flag(
         None,
         "Serve with P prefill and D decode workers, each of tensor_parallel_size devices.",
@@ -143,8 +152,14 @@ class EngineConfig:
         form='"P,D": the numbers of prefill and of decode workers, as in "3,1"',
         pending="separate prefill and decode workers",
     )
-    data_parallel_size: int = engine_flag(1, "The replicas of the model.", pending="data-parallel replicas")
-    tensor_parallel_size: int = engine_flag(1, "The devices of one replica.", env=("NUM_SHARD",))
+    data_parallel_size: int = engine_flag(
+        1, "The replicas of the model, each with tensor_parallel_size devices and a process of its own."
+    )
+    tensor_parallel_size: int = engine_flag(
+        1,
+        "The devices of one replica; on Vertex AI, if it is not given, as many as AIP_MACHINE_TYPE has.",
+        env=("NUM_SHARD",),
+    )
     worker_distributed_method: str = engine_flag(
         "mp",
         "Who starts the workers: multiprocessing or Ray.",
@@ -299,12 +314,13 @@ class EngineConfig:
         return Path(self.download_dir).expanduser()
 
     def max_sequences(self, max_len: int, max_decode_seqs: int) -> int:
-        """That may be waiting and running: enough for every burst that can be served in good time, and what
-        fits into a share of the memory even if all of them are as long as can be."""
+        """That may be waiting and running at one replica: enough for every burst that can be served in good
+        time, and what fits into a share of the memory even if all of them are as long as can be."""
         if self.max_concurrent_requests is not None:
             return self.max_concurrent_requests
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        fit = int(memory * QUEUE_SHARE) // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
+        share = int(memory * QUEUE_SHARE) // self.data_parallel_size
+        fit = share // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
         return max(2 * max_decode_seqs, min(max(1024, 16 * max_decode_seqs), fit))
 
 
@@ -378,6 +394,9 @@ class ServerConfig:
         False,
         "Have /v1/load_lora_adapter and /v1/unload_lora_adapter, by which adapters get names.",
         env=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
+    )
+    allow_restart: bool = server_flag(
+        False, "Have POST /admin/restart, which restarts the replicas one after another, failing no request."
     )
     trust_request_chat_template: bool = server_flag(
         False, "Let requests bring a chat template, which is code: sandboxed, but not limited in time."

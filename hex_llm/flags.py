@@ -158,11 +158,23 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[EngineConfig
     """The configs that a command line and an environment ask for; ConfigError says what is wrong in them."""
     given = read_flags(argv)
     given.take_environ(environ, FLAGS)
+    if chips := chips_of(environ.get("AIP_MACHINE_TYPE", "")):
+        hosts, replicas = (given.values.get(name, 1) for name in ("num_hosts", "data_parallel_size"))
+        given.values.setdefault("tensor_parallel_size", max(chips * hosts // replicas, 1))
     engine, server = (
         {flag.name: given.values[flag.name] for flag in flags_of(config) if flag.name in given.values}
         for config in (EngineConfig, ServerConfig)
     )
     return EngineConfig(**engine), ServerConfig(**server)
+
+
+def chips_of(machine_type: str) -> int | None:
+    """How many devices a machine of Google's has, by its name: ct5lp-hightpu-4t, a3-highgpu-8g; None: it does
+    not say."""
+    if match := re.fullmatch(r"g2-standard-(24|48|96)", machine_type):
+        return int(match[1]) // 12
+    found = re.search(r"-([1-9]\d?)[tg]$", machine_type)
+    return int(found[1]) * (2 if machine_type.startswith("tpu7x") else 1) if found else None
 
 
 def engine_config_from_kwargs(**kwargs: Any) -> EngineConfig:

@@ -42,6 +42,11 @@ class LLM:
         defaults = {"warmup": False, "max_concurrent_requests": MAX_INT, "allow_priority": True}
         anywhere = {"allowed_lora_sources": "gs://,hf://,/"}  # likewise
         self.config = engine_config_from_kwargs(**{**defaults, **anywhere, **named, **flags})
+        if (num_replicas := self.config.data_parallel_size) > 1:
+            raise ConfigError(
+                f"--data_parallel_size={num_replicas}: LLM has one replica, in this process; "
+                "the server has several"
+            )
         self._adapters = AdapterNames(self.config)
         self.engine, self.tokenizer = load_engine(self.config, progress=True)
 

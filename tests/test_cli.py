@@ -54,7 +54,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         (["serv"], "error: serv: unknown command; did you mean serve?\n"),
-        (["train"], "error: train: unknown command; there is serve, bench\n"),
+        (
+            ["train"],
+            "error: train: unknown command; there is serve, bench, plan, verify, chat, doctor, deploy\n",
+        ),
         (["serve", "--seed=x"], "error: --seed=x: must be a whole number from 0 to 2^31-1\n"),
     ],
 )
@@ -92,7 +95,7 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--block_size=7", "error: --block_size=7: must be one of 8, 16, 32, 2048, 8192\n"),
         ("--max_modle_len=8", "error: --max_modle_len: unknown flag; did you mean --max_model_len?\n"),
-        ("--data_parallel_size=2", "error: --data_parallel_size: data-parallel replicas are not built yet\n"),
+        ("--dtype=x", "error: --dtype=x: must be one of auto, float32, bfloat16, float16\n"),
     ],
 )
 def test_the_documented_commands_refuse_in_one_line(module: str, flag: str, message: str) -> None:

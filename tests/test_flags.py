@@ -26,6 +26,7 @@ BUILT: dict[str, Any] = {
     "tool_call_parser": "hermes",
     "enable_auto_tool_choice": False,
     "reasoning_parser": "phi4",
+    "allow_restart": True,
     "trust_request_chat_template": True,
     "allow_runtime_lora_updating": True,
     "enable_lora": True,
@@ -80,6 +81,7 @@ BUILT: dict[str, Any] = {
     "sliding_window": 1024,
     "seed": 42,
     "num_hosts": 4,
+    "data_parallel_size": 2,
     "tensor_parallel_size": 16,
     "enable_jit": False,
     "warmup": False,
@@ -106,7 +108,6 @@ BUILT: dict[str, Any] = {
 # The same for every flag that is not, with the feature that the refusal names.
 PENDING = {
     "disagg_topo": ("3,1", "separate prefill and decode workers"),
-    "data_parallel_size": ("2", "data-parallel replicas"),
     "worker_distributed_method": ("ray", "Ray workers"),
     "kv_cache_dtype": ("fp8", "other types of the KV cache"),
 }
@@ -237,6 +238,17 @@ def test_the_seeds_command() -> None:
         ({"MODEL_ID": "a/b"}, "gs://c --served-model-name=d", {"model": "gs://c", "served_model_name": "d"}),
         ({"AIP_STORAGE_URI": "gs://c"}, "", {"model": "gs://c"}),
         ({"AIP_STORAGE_URI": ""}, "", {}),
+        ({"AIP_MACHINE_TYPE": "ct5lp-hightpu-4t"}, "", {"tensor_parallel_size": 4}),
+        ({"AIP_MACHINE_TYPE": "ct5lp-hightpu-4t"}, "--tensor_parallel_size=1", {}),
+        ({"AIP_MACHINE_TYPE": "a3-highgpu-8g", "NUM_SHARD": "2"}, "", {"tensor_parallel_size": 2}),
+        (
+            {"AIP_MACHINE_TYPE": "ct5lp-hightpu-4t"},
+            "--num_hosts=4",
+            {"tensor_parallel_size": 16, "num_hosts": 4},
+        ),
+        ({"AIP_MACHINE_TYPE": "g2-standard-48"}, "", {"tensor_parallel_size": 4}),
+        ({"AIP_MACHINE_TYPE": "tpu7x-standard-4t"}, "", {"tensor_parallel_size": 8}),
+        ({"AIP_MACHINE_TYPE": "n1-standard-4"}, "", {}),
         (
             {"AIP_STORAGE_URI": "gs://c", "MODEL_ID": "a/b"},
             "",

@@ -58,7 +58,7 @@ def test_a_wrong_host_is_named(host: str) -> None:
 def test_the_banner_has_a_line_to_paste(tokenizer: Any, body: dict[str, Any]) -> None:
     engine = EngineClient(EngineConfig(), "fake")
     engine.tokenizer = tokenizer
-    engine.engine_status.memory = "memory: weights 1.0 MiB"
+    engine.replicas[0].status.memory = "memory: weights 1.0 MiB"
     banner = local.banner(engine, ServerConfig(api_key="secret"), "http://0.0.0.0:7080")
     assert "  memory: weights 1.0 MiB\n" in banner
     assert "http://0.0.0.0:7080\n" in banner
@@ -100,15 +100,15 @@ def start(*argv: str) -> subprocess.Popen[str]:
     return run([sys.executable, "-m", module, "--host=127.0.0.1", "--no-warmup", *argv])
 
 
-def start_fake(load: str, **config: Any) -> subprocess.Popen[str]:
-    """A server whose engine is a fake one, in a real process; `config` are fields of ServerConfig."""
+def start_fake(load: str, num_replicas: int = 1, **config: Any) -> subprocess.Popen[str]:
+    """A server whose engines are fake ones, in real processes; `config` are fields of ServerConfig."""
     script = (
         "from hex_llm.config import *; from hex_llm.launch import local; from tests.server.fakes import *;"
         "Client = local.EngineClient;"
         f"local.EngineClient = lambda config, name: Client(config, name, fake_worker({load!r}));"
         "local.STOP_S = 1;"
         f"config = ServerConfig(host='127.0.0.1', port=0, **{config!r});"
-        "local.serve(EngineConfig(skip_tokenizer_init=True), config)"
+        f"local.serve(EngineConfig(skip_tokenizer_init=True, data_parallel_size={num_replicas}), config)"
     )
     return run([sys.executable, "-c", script])
 
@@ -310,7 +310,7 @@ def test_numbers_of_a_running_server() -> None:
         for line in (
             'vllm:generation_tokens_total{model_name="SmolLM2-135M-Instruct"} 3.0',
             'vllm:request_success_total{finished_reason="stop",model_name="SmolLM2-135M-Instruct"} 1.0',
-            'vllm:kv_cache_usage_perc{model_name="SmolLM2-135M-Instruct"} 0.25',
+            'vllm:kv_cache_usage_perc{engine="0",model_name="SmolLM2-135M-Instruct"} 0.25',
             'vllm:time_to_first_token_seconds_count{model_name="SmolLM2-135M-Instruct"} 1.0',
         ):
             assert line in text
@@ -366,10 +366,54 @@ def test_the_engines_death_is_told_to_everyone(fault: str) -> None:
         assert process.wait(10) == 0
 
 
-def test_a_killed_server_takes_its_engine_along() -> None:
-    process = start_fake("FakeEngine(step_s=0.01)")
+def test_replicas_die_alone_and_are_restarted_in_turn() -> None:
+    process = start_fake("FakeEngine(step_s=0.01)", 2, allow_restart=True)
+    with serving(process, r"listening on (\S+),[\s\S]*ready on") as (address, _):
+        workers = await_ready(process, address)
+        assert len(workers) == 2
+
+        def states() -> list[str]:
+            return [one["state"] for one in httpx.get(f"{address}/stats").json()["engines"]]
+
+        with ThreadPoolExecutor() as pool:
+            body = {"prompt": [5], "max_tokens": 150, "ignore_eos": True}
+            asked = [pool.submit(post, address, body) for _ in range(4)]
+            await_first_tokens(address, 4)
+            workers[0].kill()
+            assert sorted(one.result().status_code for one in asked) == [200, 200, 503, 503]
+            assert status_of(address) == 200
+            while states() != ["serving", "serving"]:
+                time.sleep(0.05)
+            asked = [pool.submit(post, address, body) for _ in range(4)]
+            assert httpx.post(f"{address}/admin/restart").status_code == 202
+            assert "already" in httpx.post(f"{address}/admin/restart").json()["error"]["message"]
+            assert {one.result().status_code for one in asked} == {200}
+            while states() != ["serving", "serving"] or workers[1].is_running():
+                assert post(address, {"prompt": [5], "max_tokens": 3}).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_a_restart_must_be_allowed() -> None:
+    process = start_fake("FakeEngine()")
     with serving(process) as (address, _):
+        await_ready(process, address)
+        assert httpx.post(f"{address}/admin/restart").status_code == 404
+
+
+def test_more_replicas_than_devices_are_refused_in_one_line() -> None:
+    process = start("--port=0", "--data_parallel_size=5", "--tensor_parallel_size=2")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert re.fullmatch(r"error: --data_parallel_size=5: 10 devices are needed, .* 8 cpu .*\n", output)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_killed_server_takes_its_engines_along(num_replicas: int) -> None:
+    process = start_fake("FakeEngine(step_s=0.01)", num_replicas)
+    with serving(process, r"listening on (\S+),[\s\S]*ready on") as (address, _):
         children = await_ready(process, address)
+        assert len(children) == num_replicas
         process.kill()
         assert seconds_until_gone(children) < 10
 
@@ -389,12 +433,16 @@ def test_a_client_that_leaves_frees_the_engine(tmp_path: Path) -> None:
         assert process.wait(10) == 0
 
 
-def test_a_tiny_model_is_served(tmp_path: Path) -> None:
-    """All of it: two real processes, a real model, judged by transformers' greedy search."""
+@pytest.mark.parametrize(
+    "flags",
+    [(), pytest.param(("--data_parallel_size=2", "--tensor_parallel_size=2"), marks=pytest.mark.slow)],
+)
+def test_a_tiny_model_is_served(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """All of it: real processes, a real model, judged by transformers' greedy search."""
     tiny = next(one for one in FAMILIES if one.name == "llama3")
     model = tiny.save(tmp_path)
-    process = start("--port=0", f"--model={tmp_path}", "--skip_tokenizer_init", "--num_blocks=64")
-    with serving(process) as (address, lines):
+    process = start("--port=0", f"--model={tmp_path}", "--skip_tokenizer_init", "--num_blocks=64", *flags)
+    with serving(process, r"listening on (\S+),[\s\S]*ready on") as (address, lines):
         await_ready(process, address)
         prompts = [tiny.prompt(seed) for seed in range(4)]
         body = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 2}
@@ -404,6 +452,9 @@ def test_a_tiny_model_is_served(tmp_path: Path) -> None:
         for choice in reply["choices"]:
             assert len(choice["logprobs"]["token_logprobs"]) == 12
             assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [2] * 12
+        steps = re.findall(r"hex_llm:engine_steps_total{\S*} (\S+)", httpx.get(f"{address}/metrics").text)
+        assert len(steps) == (2 if flags else 1)
+        assert min(map(float, steps)) > 0  # each had a part in it
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
 

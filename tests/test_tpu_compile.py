@@ -16,8 +16,9 @@ from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import experts, reference
 from hex_llm.models.families import model_spec
 from hex_llm.parallel.shardings import make_mesh
+from hex_llm.planning.compile import Sizes
 from tools import tpu_compile
-from tools.tpu_compile import Job, Row, Sizes
+from tools.tpu_compile import Job, Row
 from tools.tpu_models import MODELS
 
 SMALL = Sizes(batch=4, context=16, prefill=32, tokens=256, block_size=16, max_len=64)
@@ -64,7 +65,7 @@ def test_what_adapters_exchange() -> None:
     """No weight moves, and their sums travel with those of the step."""
     spec = model_spec(TINY, max_model_len=64).split_over(4)
     mesh = make_mesh(4, jax.devices("cpu"))
-    seen: Any = tpu_compile.abstract_mesh(MODELS["llama-3.1-8b"])
+    seen: Any = tpu_compile.mesh_of(MODELS["llama-3.1-8b"])
     layout = SlotLayout(SMALL.batch + 1, SMALL.max_len, spec.vocab_size, table_width=4)
     kernels = (
         programs.split_by_head(reference.paged_attention, seen),
@@ -97,7 +98,7 @@ def test_what_is_read_from_a_compiled_step(layouts: str, tmp_path: Path) -> None
     spec = model_spec(TINY, max_model_len=64).split_over(4)
     mesh = make_mesh(4, jax.devices("cpu"))
     # The mesh that attention is divided over says which chip it is; devices are given by the arguments alone.
-    seen: Any = tpu_compile.abstract_mesh(MODELS["llama-3.1-8b"])
+    seen: Any = tpu_compile.mesh_of(MODELS["llama-3.1-8b"])
     attend = programs.split_by_head(reference.paged_attention, seen)
     layout = SlotLayout(SMALL.batch + 1, SMALL.max_len, spec.vocab_size, table_width=4)
     fused_moe = programs.split_by_width(experts.dense, seen)

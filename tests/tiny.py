@@ -9,12 +9,21 @@ from typing import Any
 import torch
 import transformers
 
-from tools.judge import default_model as default_model
-from tools.judge import greedy as greedy
-from tools.judge import greedy_tokens as greedy_tokens
+from hex_llm.checks.reference import greedy as greedy
+from hex_llm.checks.reference import greedy_tokens as greedy_tokens
+from hex_llm.checks.reference import load_reference
+from hex_llm.config import EngineConfig
+from hex_llm.weights.source import fetch
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+
+def default_model() -> tuple[Path, Any]:
+    """The GGUF file of the embedded default, and transformers' model of it."""
+    path = fetch(None, cache_dir=EngineConfig().cache_dir)
+    return path, load_reference(path)
+
 
 BASE = {
     "vocab_size": 128,

@@ -32,26 +32,29 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs; the compiler come
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU machine to ask about itself
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh
 
 from hex_llm.execution import programs
 from hex_llm.execution.adapters import AdapterLayout
-from hex_llm.execution.batch import StepShape, num_choices
+from hex_llm.execution.batch import StepShape
 from hex_llm.execution.programs import ProgramSpec
-from hex_llm.execution.slots import SlotLayout
-from hex_llm.kernels import reference, tpu, tpu_experts
-from hex_llm.models.params import Param, abstract_weights
 from hex_llm.models.spec import ModelSpec
-from hex_llm.parallel.shardings import PAGES, TP, make_mesh, sharding
+from hex_llm.planning.compile import (
+    DTYPE,
+    Sizes,
+    abstract_mesh,
+    compiler_problem,
+    context_of,
+    described_params,
+    held,
+    step_shapes,
+    topology_mesh,
+)
 from tools.tpu_models import MODELS, Chip, Model
 from tools.tpu_parts import parts
 
-DTYPE = jnp.bfloat16
 ADAPTERS = (16, 16)  # slots, and ranks of each
 LARGE = 1 << 20  # elements of a parameter whose copies matter
 SUMS, MOVES = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all", "collective-permute")
@@ -81,33 +84,13 @@ class Program:
         )
 
 
-class Sizes(NamedTuple):
-    """Of what is compiled: a decode of `batch` sequences, a prefill of `prefill` tokens, and KV pages."""
-
-    batch: int
-    context: int  # of each decoded sequence, for the floor
-    prefill: int
-    tokens: int  # that there are KV pages for
-    block_size: int
-    max_len: int
-
-
 def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Program]:
     """The step that decodes, without and with adapters, the one that prefills two prompts, the logits and the
     choice of tokens."""
-    spec, mesh, layout = setting.spec, setting.mesh, setting.layout
-    num_blocks = -(-sizes.tokens // sizes.block_size) + 1
-    width = spec.head_dim if spec.sinks else tpu.padded_head_dim(spec.head_dim)
-    shape = (num_blocks, sizes.block_size, spec.num_kv_heads, 2, width)
-    page = jax.ShapeDtypeStruct(shape, DTYPE, sharding=NamedSharding(mesh, PAGES))
-    slots = jax.ShapeDtypeStruct(
-        (layout.num_slots, layout.width), jnp.int32, sharding=NamedSharding(mesh, P())
-    )
-    held: Any = (described_weights(spec, mesh), [page] * len(spec.layers), slots)
+    spec, mesh = setting.spec, setting.mesh
     keys: dict[str, programs.Key] = {
-        "decode": StepShape(sizes.batch, sizes.batch, 0),
+        **step_shapes(sizes),
         "adapted": StepShape(sizes.batch, sizes.batch, 0, adapted=True),
-        "prefill": StepShape(sizes.prefill, min(sizes.prefill, sizes.batch), 2),
         "logits": programs.Logits(sizes.batch),
         "choice": programs.Choose(sizes.batch),
     }
@@ -115,44 +98,13 @@ def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Progr
     slots_of_adapters = described_params(layout_of_adapters.params(ADAPTERS[0]), mesh)
     return {
         name: Program(
-            programs.described(key, setting, *held, slots_of_adapters if name == "adapted" else {}),
+            programs.described(
+                key, setting, *held(setting, sizes), slots_of_adapters if name == "adapted" else {}
+            ),
             len(spec.layers) if isinstance(key, StepShape) else 0,
         )
         for name, key in keys.items()
     }
-
-
-def described_weights(spec: ModelSpec, mesh: Mesh | AbstractMesh) -> Any:
-    return described_params(abstract_weights(spec), mesh)
-
-
-def described_params(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    def one(param: Param) -> jax.ShapeDtypeStruct:
-        lies = sharding(mesh, param.shape, param.axes)  # type: ignore[arg-type]
-        return jax.ShapeDtypeStruct(param.shape, DTYPE, sharding=lies)
-
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, Param))
-
-
-def setting_of(
-    spec: ModelSpec, mesh: Mesh | AbstractMesh, chip: Chip, sizes: Sizes
-) -> programs.ProgramContext:
-    """As execution/runner.py sets it on a TPU; kernels see the mesh as one of `chip`s."""
-    masks = [layer.mask for layer in spec.layers]
-    num_kv_heads = spec.num_kv_heads // mesh.size
-    fits = tpu.can_attend(num_kv_heads, spec.head_dim, sizes.block_size, masks, DTYPE)
-    assert fits, "the reference would serve this model"
-    attend = reference.paged_attention if spec.sinks else tpu.paged_attention
-    device = AbstractDevice(chip.kind, num_cores=1, platform="tpu")
-    seen: Any = AbstractMesh((mesh.size,), (TP,), (AxisType.Auto,), abstract_device=device)
-    return programs.ProgramContext(
-        spec,
-        mesh,  # type: ignore[arg-type]
-        SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size, -(-sizes.max_len // sizes.block_size)),
-        num_choices(sizes.batch),
-        programs.split_by_head(attend, seen),
-        programs.split_by_width(tpu_experts.fused_moe, seen),
-    )
 
 
 # ---- what came of it
@@ -345,57 +297,28 @@ def one_line(text: str) -> str:
 # ---- where it runs
 
 
-def topology_mesh(model: Model) -> Mesh:
-    """The slice as the TPU compiler describes it; raises where there is none."""
-    bounds: dict[str, Any] = {"chips_per_host_bounds": (*model.sides, 1)}
-    get = partial(topologies.get_topology_desc, platform="tpu", topology_name=model.slice)
-    try:
-        devices = get().devices
-    except Exception as e:
-        print(f"{model.slice}: {one_line(str(e))}; once more with one host", flush=True)
-        devices = get(**bounds).devices
-    assert len(devices) == math.prod(model.sides), (len(devices), model.slice)
-    try:
-        return make_mesh(len(devices), devices)
-    except Exception as e:
-        print(f"{model.slice}: {one_line(str(e))}; chips in the order that they come", flush=True)
-        return Mesh(np.array(devices), (TP,), axis_types=(AxisType.Auto,))
-
-
-def abstract_mesh(model: Model) -> AbstractMesh:
-    device = AbstractDevice(model.chip.kind, num_cores=1, platform="tpu")
-    return AbstractMesh((math.prod(model.sides),), (TP,), (AxisType.Auto,), abstract_device=device)
-
-
-def compiler_problem() -> str:
-    """Why there is no compiler for TPUs here; empty: there is one."""
-    if os.environ.get("TPU_LIBRARY_PATH"):
-        return ""
-    try:
-        import libtpu  # type: ignore[import-not-found] # noqa: F401
-    except ImportError as e:
-        return str(e)
-    return ""
+def mesh_of(model: Model) -> AbstractMesh:
+    return abstract_mesh(math.prod(model.sides), model.chip.kind)
 
 
 def labels(options: argparse.Namespace) -> list[str]:
     """Of the programs that are asked for: model/program, and parts/name."""
     kinds, model = options.programs.split(","), next(iter(MODELS.values()))
     found = [f"{name}/{kind}" for kind in kinds if kind != "parts" for name in options.models.split(",")]
-    known = parts(abstract_mesh(model), model.chip.kind) if "parts" in kinds else ()
+    known = parts(mesh_of(model), model.chip.kind) if "parts" in kinds else ()
     return found + [f"parts/{name}" for name in known]
 
 
 def job_of(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: bool) -> Job:
     name, kind = label.split("/", 1)
     model = MODELS[name] if name in MODELS else next(iter(MODELS.values()))  # whose slice parts are on
-    mesh = topology_mesh(model) if can_compile else abstract_mesh(model)
+    mesh = topology_mesh(model.slice) if can_compile else mesh_of(model)
     chip = (model.chip.hbm, model.chip.clock)
     if name == "parts":
         program, row = Program(parts(mesh, model.chip.kind)[kind]), Row(kind, "part", 0.0, 0.0, *chip)
         return Job(label, program, row, options.layouts, options.dump)
     spec = model.spec(sizes.max_len, options.layers)
-    found = described(setting_of(spec, mesh, model.chip, sizes), sizes)
+    found = described(context_of(spec, mesh, model.chip.kind, sizes), sizes)
     weights, pages = found["decode"].arguments[:2]
     floor = floors(spec, weights, pages, sizes, model.chip)[kind]
     shown = f"{name} ×{mesh.size} {model.slice}" + (f", {len(spec.layers)} layers" if options.layers else "")

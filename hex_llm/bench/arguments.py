@@ -21,8 +21,10 @@ Flag = tuple[str, Any, Any, str]  # name; type, or argparse's options; default; 
 
 
 class Parser(argparse.ArgumentParser):
-    def __init__(self, command: str, about: str, arguments: str = "[flags]") -> None:
-        name = f"hex-llm bench {command}"
+    def __init__(
+        self, command: str, about: str, arguments: str = "[flags]", program: str = "hex-llm bench"
+    ) -> None:
+        name = f"{program} {command}"
         super().__init__(prog=name, usage=f"{name} {arguments}", description=about, allow_abbrev=False)
 
     def add_flags(self, title: str, flags: Sequence[Flag]) -> None:

@@ -160,7 +160,8 @@ class AdapterPool:
             return False
         staged, slot.staged = slot.staged, None
         try:
-            self._runner.write_adapter(slot.number, staged.result())
+            assert slot.adapter is not None
+            self._runner.write_adapter(slot.number, slot.adapter, staged.result())
         except Exception:
             slot.adapter = None
             raise

@@ -17,10 +17,13 @@ from hex_llm.engine.adapters import AdapterPool
 from hex_llm.engine.book import Choice, RequestBook
 from hex_llm.execution.batch import Ints
 from hex_llm.execution.flops import Work
+from hex_llm.execution.leading import follow
 from hex_llm.execution.results import Choices
 from hex_llm.execution.runner import CompiledLate, InFlight, Runner
 from hex_llm.ipc.stats import Stats
 from hex_llm.models.spec import ModelSpec
+from hex_llm.parallel.hosts import gathered
+from hex_llm.parallel.links import Follower, Leader
 from hex_llm.sampling_params import MAX_LOGPROBS
 from hex_llm.scheduling.blocks import BlockPool
 from hex_llm.scheduling.limits import StepTimes
@@ -41,8 +44,10 @@ class Engine:
         num_blocks: int,
         grammars: GrammarFactory | None = None,
         pooling: Pooling | None = None,
+        hosts: Leader | Follower | None = None,
     ) -> None:
-        self.config, self.spec = config, spec
+        """`hosts`: the link with the other hosts of the replica, if there are any."""
+        self.config, self.spec, self.hosts = config, spec, hosts
         self.stepper = Stepper(config, spec, runner, num_blocks)
         self.limits = Limits(
             spec.vocab_size,
@@ -65,7 +70,10 @@ class Engine:
     def warm_up(self, progress: bool = False) -> None:
         """Compiles every shape that a step can have, and finds out how long steps take."""
         runner = self.stepper.runner
-        runner.warm_up(progress)
+        runner.compile_all(progress)
+        if self.hosts is not None:
+            gathered(b"")  # a program that others do not run yet would wait for them
+        runner.run_all()
         if self.config.enable_jit:  # op by op they are slow, and not what the times are for
             self.stepper.scheduler.times = StepTimes(runner.measure_steps())
 
@@ -89,6 +97,10 @@ class Engine:
         if not (self.stepper.step(self.book) or self.book.has_updates):
             self.book.wait()
         return self.book.take_updates()
+
+    def follow(self, frame: bytes) -> None:
+        """Does as the leader's engine, on one of the other hosts."""
+        follow(self.stepper.runner, frame)
 
     @property
     def has_work(self) -> bool:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hex_llm import __version__
 from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
 from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import Paddings
 from hex_llm.execution.kernel_choice import Devices, Kernels, choose_kernels
+from hex_llm.execution.leading import LeadingRunner
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks, shown_size, token_bytes
 from hex_llm.execution.runner import Runner, keep_compiled
-from hex_llm.execution.weight_plan import EXPANDED, FORMS, plan_weights, quantized_bytes
+from hex_llm.execution.weight_plan import EXPANDED, FORMS, WeightPlan, plan_weights, quantized_bytes
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
+from hex_llm.parallel.hosts import connect, devices_of, join, least, link
+from hex_llm.parallel.links import Leader
 from hex_llm.parallel.shardings import make_mesh
 from hex_llm.scheduling.limits import StepLimits
 from hex_llm.text.grammar import GrammarFactory
@@ -37,11 +44,15 @@ from hex_llm.weights.source import fetch_for
 
 log = logging.getLogger(__name__)
 
+# That may differ between the hosts of a replica; and what is secret is not told.
+OWN_FLAGS = ("host_index", "coordinator_address", "download_dir", "hf_token")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, Tokenizer | None]:
     """Fetches, loads and, with --warmup, compiles all that requests can need."""
+    if config.num_hosts > 1:
+        config = with_hosts(config)
     files = open_files(config)
     tokenizer = load_tokenizer(config, files)
     kept_in = keep_compiled(config.cache_dir)
@@ -83,18 +94,16 @@ def build_engine(
     kept_in: Path | None = None,
 ) -> Engine:
     spec = model_spec(files.config, max_model_len=config.max_model_len, sliding_window=config.sliding_window)
-    _check_hosts(config)
-    mesh = make_mesh(config.tensor_parallel_size)
-    held = spec.split_over(mesh.size)
+    hosts = None if config.num_hosts == 1 else link(config, facts_of(config, files))
+    size = config.tensor_parallel_size
+    mesh = make_mesh(size, None if hosts is None else devices_of(config.num_hosts, size))
+    if hosts is not None:
+        connect(mesh)
     devices = list(mesh.devices.flat)
-    dtype = resolve_dtype(config.dtype, devices[0].platform)
     platform = str(devices[0].platform)
+    dtype = resolve_dtype(config.dtype, platform)
     choice = Devices(platform, len(devices), config.block_size, dtype)
-    kernels = choose_kernels(held, choice)
-    checkpoint = open_checkpoint(config, files, spec)
-    rounded_to = rounding(config, files, kernels)
-    keeps = (lambda form, routed: False) if config.quantization == EXPANDED else kernels.can_multiply
-    plan = plan_weights(held, checkpoint, len(devices), keeps, rounded_to)
+    held, kernels, checkpoint, plan = plan_model(config, files, spec, choice)
     weights = (
         init_weights(plan, held, mesh, dtype, config.seed)
         if checkpoint is None
@@ -106,14 +115,37 @@ def build_engine(
         layout = AdapterLayout(held, mesh, dtype, config.max_loras, config.max_lora_rank)
         with explained(config, "allocating the slots of adapters", "--max_loras, --max_lora_rank"):
             adapters = layout, layout.allocate()
-    limits = StepLimits.of(config, spec.max_len, platform, free_bytes(devices))
-    num_blocks = num_kv_blocks(config, limits.max_decode_seqs, held, dtype, devices)
+    limits = StepLimits.of(config, spec.max_len, platform, least(free_bytes(devices)))
+    num_blocks = least(num_kv_blocks(config, limits.max_decode_seqs, held, dtype, devices))
+    assert num_blocks is not None
     paddings = Paddings(config, limits, spec.max_len, kernels.max_single)
     memory = account(weights, [], None, mesh, num_blocks, config.block_size)
     with explained(config, "allocating the KV cache", memory):
-        runner = Runner(held, weights, mesh, paddings, num_blocks, dtype, kept_in, adapters)
+        make: Callable[..., Runner] = Runner
+        if isinstance(hosts, Leader):
+            make = partial(LeadingRunner, hosts.send)
+        runner = make(held, weights, mesh, paddings, num_blocks, dtype, kept_in, adapters)
     grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
-    return Engine(config, held, runner, num_blocks, grammars, pooling_of(config, files.path, tokenizer))
+    pooling = pooling_of(config, files.path, tokenizer)
+    return Engine(config, held, runner, num_blocks, grammars, pooling, hosts)
+
+
+class ModelPlan(NamedTuple):
+    held: ModelSpec  # as the devices hold it
+    kernels: Kernels
+    checkpoint: Checkpoint | None
+    weights: WeightPlan
+
+
+def plan_model(config: EngineConfig, files: ModelFiles, spec: ModelSpec, choice: Devices) -> ModelPlan:
+    """Which weights such devices would hold, in which form; nothing is read but headers."""
+    held = spec.split_over(choice.num)
+    kernels = choose_kernels(held, choice)
+    checkpoint = open_checkpoint(config, files, spec)
+    rounded_to = rounding(config, files, kernels)
+    keeps = (lambda form, routed: False) if config.quantization == EXPANDED else kernels.can_multiply
+    plan = plan_weights(held, checkpoint, choice.num, keeps, rounded_to)
+    return ModelPlan(held, kernels, checkpoint, plan)
 
 
 def open_checkpoint(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> Checkpoint | None:
@@ -181,11 +213,23 @@ def resolve_dtype(name: str, platform: str) -> np.dtype[Any]:
     return np.dtype(np.float32 if platform == "cpu" else jnp.bfloat16)
 
 
-def _check_hosts(config: EngineConfig) -> None:
-    """Public notebooks pass --num_hosts=4 on a single host; what fits here runs here."""
-    if config.num_hosts == 1:
-        return
-    needed, here = config.tensor_parallel_size * config.data_parallel_size, len(jax.local_devices())
+def with_hosts(config: EngineConfig) -> EngineConfig:
+    """Joins the others. Public notebooks pass --num_hosts=4 on a single host: what fits there runs there."""
+    if config.coordinator_address is not None:
+        join(config)
+        return config
+    needed, here = config.tensor_parallel_size, len(jax.local_devices())
     if needed > here:
-        raise ConfigError(f"--num_hosts={config.num_hosts}: serving from several hosts is not built yet")
+        raise ConfigError(
+            f"--num_hosts={config.num_hosts}: {needed} devices are needed, and there are {here} here; where "
+            "the hosts find each other must be told by --coordinator_address and --host_index"
+        )
     log.warning("--num_hosts=%d: %d device(s) are enough, so one host serves", config.num_hosts, needed)
+    return replace(config, num_hosts=1)
+
+
+def facts_of(config: EngineConfig, files: ModelFiles) -> dict[str, str]:
+    """What must be the same on all hosts of a replica."""
+    flags = {f"--{name}": str(value) for name, value in asdict(config).items() if name not in OWN_FLAGS}
+    version = {"hex_llm": __version__, "jax": jax.__version__}
+    return {**version, "a config.json": str(sorted(files.config.items())), **flags}

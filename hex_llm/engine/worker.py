@@ -25,11 +25,12 @@ import zmq
 from tqdm import tqdm
 
 from hex_llm.config import EngineConfig
-from hex_llm.errors import HexError, InvalidRequest
+from hex_llm.errors import EngineStopped, HexError, InvalidRequest
 from hex_llm.ipc import protocol
 from hex_llm.ipc.protocol import Command, Progress, Report
 from hex_llm.ipc.pulse import BEAT_S, Pulse
 from hex_llm.logs import log_from
+from hex_llm.parallel.links import END, Follower
 
 if TYPE_CHECKING:
     from hex_llm.engine.engine import Engine
@@ -68,7 +69,7 @@ class Worker:
             with self._telling("beat", BEAT_S, lambda: protocol.Beat(*self._pulse.look())):
                 engine = self._load(load)
                 level = logging.ERROR
-                self._serve(engine)
+                self._serve_with_hosts(engine)
         except Exception as error:
             log.log(level, "the engine failed", exc_info=True)
             self._send(protocol.Failed(type(error).__name__, " ".join(str(error).split())[:1000]))
@@ -87,6 +88,34 @@ class Worker:
                     log_from(command.log_level, command.log_format)
                     with self._telling_progress():
                         return load(command.config)
+
+    def _serve_with_hosts(self, engine: Engine) -> None:
+        hosts = engine.hosts
+        if hosts is None:
+            self._serve(engine)
+            return
+        hosts.on_loss(end_without_host)
+        if isinstance(hosts, Follower):
+            self._follow(engine, hosts)
+        else:
+            self._serve(engine)
+        hosts.close()
+
+    def _follow(self, engine: Engine, leader: Follower) -> None:
+        self._send(protocol.Ready(engine.limits, engine.memory))
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        poller.register(leader.socket, zmq.POLLIN)
+        while True:
+            self._pulse.rest()
+            poller.poll()
+            if any(isinstance(command, protocol.Shutdown) for command in self._commands()):
+                return
+            self._pulse.begin(engine)
+            while leader.socket.poll(0):
+                if (frame := leader.socket.recv()) == END:
+                    raise EngineStopped("host 0 has ended")
+                engine.follow(frame)
 
     def _serve(self, engine: Engine) -> None:
         self._send(protocol.Ready(engine.limits, engine.memory))
@@ -184,6 +213,12 @@ def shown_progress() -> str:
     except RuntimeError:  # a bar came or went meanwhile
         return ""
     return "; ".join(f"{(bar.desc or 'fetching').rstrip(': ')} {bar.n}/{bar.total}" for bar in bars)
+
+
+def end_without_host() -> None:
+    """Another host of the replica is gone: what the devices wait for will never come."""
+    log.critical("another host of this replica is gone: the engine ends")
+    os._exit(1)
 
 
 def end_with_parent(folder: Path) -> None:

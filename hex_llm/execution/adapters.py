@@ -17,7 +17,7 @@ from hex_llm.execution.load import assembled
 from hex_llm.models.adapters import SlotMatrices, Slots, adaptable, adapter_params, slot_params
 from hex_llm.models.params import Param
 from hex_llm.models.spec import ModelSpec
-from hex_llm.parallel.shardings import sharding
+from hex_llm.parallel.shardings import placed, sharding
 from hex_llm.weights.adapters import Adapter
 
 HEADER_BYTES = 16 << 20  # of an adapter's file, and what else it may hold
@@ -94,7 +94,7 @@ class AdapterLayout:
             if own is None:
                 return SlotMatrices(self._zeros(params.down), self._zeros(params.up))
             lie = self._lies(params.down), self._lies(params.up)
-            return SlotMatrices(*map(jax.device_put, (own.down, own.up), lie))
+            return SlotMatrices(*map(placed, (own.down, own.up), lie))
 
         return jax.block_until_ready({path: staged(path, one) for path, one in self.params(1).items()})
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from hex_llm.errors import ModelError
 from hex_llm.execution.weight_plan import WeightPlan
 from hex_llm.models.linear import Dense
-from hex_llm.models.params import Param, Piece, Weights, declared
+from hex_llm.models.params import F32, Param, Piece, Weights, declared
 from hex_llm.models.quantized import pack, quantize
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import sharding
@@ -31,7 +31,9 @@ from hex_llm.weights.checkpoint import Checkpoint, Slices
 
 READ_BYTES = 32 << 20  # of a part that are read from the checkpoint at once
 ALIGNMENT = 64  # bytes, of memory that a CPU device takes over
-NUM_READERS = 2  # tensors on their way at a time: one is read while another is copied to its device
+# Tensors on their way at a time: one is read while another is copied to its device. Hosts that exchange parts
+# must do it in the same order.
+NUM_READERS = 2
 INIT_SCALE = 0.02
 
 Array = np.ndarray[Any, Any]
@@ -58,7 +60,7 @@ def init_weights(plan: WeightPlan, spec: ModelSpec, mesh: Mesh, dtype: np.dtype[
     def make(param: Param) -> jax.Array:
         placed = sharding(mesh, param.shape, param.axes)
         if param.norm:
-            return jax.device_put(jnp.full(param.shape, 1 - spec.norm_offset, dtype), placed)
+            return _full(param.shape, 1 - spec.norm_offset, dtype, placed)()
         return _random(param.shape, dtype, placed)(jax.random.fold_in(key, places[id(param)]))
 
     return _made(plan, make)
@@ -76,7 +78,7 @@ def _made(plan: WeightPlan, make: Callable[[Param], jax.Array], progress: bool =
         return made if rounded_to is None else quantize(made, rounded_to)
 
     parts, tree = jax.tree.flatten(plan.weights, is_leaf=is_part)
-    with ThreadPoolExecutor(NUM_READERS) as readers:
+    with ThreadPoolExecutor(NUM_READERS if jax.process_count() == 1 else 1) as readers:
         made = readers.map(make_part, parts)
         weights: Weights = jax.tree.unflatten(
             tree, list(tqdm(made, "Loading weights", len(parts), disable=not progress, unit="tensor"))
@@ -85,6 +87,13 @@ def _made(plan: WeightPlan, make: Callable[[Param], jax.Array], progress: bool =
 
 
 @cache  # one compilation for all layers
+def _full(
+    shape: tuple[int, ...], value: float, dtype: np.dtype[Any], placed: NamedSharding
+) -> Callable[[], jax.Array]:
+    return jax.jit(partial(jnp.full, shape, value, dtype), out_shardings=placed)
+
+
+@cache
 def _random(
     shape: tuple[int, ...], dtype: np.dtype[Any], placed: NamedSharding
 ) -> Callable[[jax.Array], jax.Array]:
@@ -96,11 +105,8 @@ def _random(
 
 def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> None:
     """Refuses weights that the devices cannot hold, before anything is allocated."""
-    needed = sum(
-        math.prod(sharding(mesh, param.shape, param.axes).shard_shape(param.shape)) * _bits(param, dtype) // 8
-        for param in params
-    )
-    free = free_bytes(list(mesh.local_devices))
+    needed = weight_bytes(params, mesh, dtype)
+    free = free_bytes(list(mesh.devices.flat))
     if free is not None and needed > free:
         raise ModelError(
             f"the weights need {needed / 2**30:,.1f} GiB on each of {mesh.size} device(s), which have "
@@ -108,15 +114,33 @@ def check_room(params: Iterable[Param], mesh: Mesh, dtype: np.dtype[Any]) -> Non
         )
 
 
-def _bits(param: Param, dtype: np.dtype[Any]) -> int:
-    """Of each number, once it is loaded."""
-    if param.rounded_to is not None:
-        return param.rounded_to.bits
+def weight_bytes(params: Iterable[Param], mesh: Any, dtype: np.dtype[Any], scale_bits: int = 32) -> int:
+    """What they take on each device of a mesh, which may be an abstract one, once they are loaded.
+    `scale_bits`: of the numbers that belong to groups of others."""
+    return sum(
+        int(
+            math.prod(sharding(mesh, one.shape, one.axes).shard_shape(one.shape))
+            * _bits(one, dtype, scale_bits)
+        )
+        // 8
+        for one in params
+    )
+
+
+def _bits(param: Param, dtype: np.dtype[Any], scale_bits: int) -> float:
+    """Of each number."""
+    if (to := param.rounded_to) is not None:
+        num_scales = 0 if not to.group else (2 if to.bits == 4 else 1)
+        return to.bits + num_scales * scale_bits / max(to.group, 1)
+    if param.dtype == F32:
+        return scale_bits
     return 4 if param.packed else (param.dtype or dtype).itemsize * 8
 
 
 def free_bytes(devices: list[jax.Device]) -> int | None:
-    """What each device can still hold; None: it does not say. CPU devices share the host's memory."""
+    """What each of these that are this host's can still hold; None: it does not say. CPU devices share the
+    host's memory."""
+    devices = [device for device in devices if device.process_index == jax.process_index()]
     if devices[0].platform == "cpu":
         return _free_host_bytes() // len(devices)
     stats = [device.memory_stats() for device in devices]

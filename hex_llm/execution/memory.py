@@ -51,7 +51,8 @@ def _room(config: EngineConfig, devices: list[jax.Device]) -> float:
     if free is None:
         raise ConfigError("the devices do not say how much memory is free: set --num_blocks")
     if devices[0].platform == "cpu":
-        free = min(free * CPU_SHARE, CPU_CAP / len(devices))
+        num_here = sum(device.process_index == jax.process_index() for device in devices)
+        free = min(free * CPU_SHARE, CPU_CAP / num_here) / config.data_parallel_size
     return free * config.hbm_utilization_factor
 
 
@@ -61,8 +62,8 @@ def account(
     """What each device holds, in one line; `temporaries` None: nothing is compiled yet."""
     devices = list(mesh.devices.flat)
     num_bytes = {
-        "weights": bytes_on(devices[0], weights),
-        "KV cache": bytes_on(devices[0], pages),
+        "weights": bytes_on(mesh.local_devices[0], weights),
+        "KV cache": bytes_on(mesh.local_devices[0], pages),
         "temporaries": temporaries,
         "free": free_bytes(devices),
     }

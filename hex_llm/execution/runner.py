@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 from hex_llm.errors import HexError
 from hex_llm.execution import programs
-from hex_llm.execution.adapters import AdapterLayout
-from hex_llm.execution.batch import Ints, Paddings, StepShape, num_choices, pack
+from hex_llm.execution.adapters import AdapterLayout, HostAdapter
+from hex_llm.execution.batch import Ints, Paddings, StepShape, num_choices, pack, parts_of
 from hex_llm.execution.executable_cache import ExecutableCache
 from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.profile import Recorder
@@ -54,7 +54,7 @@ from hex_llm.models.adapters import HEAD, Adapted, Slots
 from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
-from hex_llm.parallel.shardings import PAGES
+from hex_llm.parallel.shardings import PAGES, placed
 from hex_llm.sampling_params import MAX_LOGPROBS
 from hex_llm.types import StepPlan, TokenLogprobs
 from hex_llm.weights.source import private_folder
@@ -75,6 +75,13 @@ UNTRIED_PRODUCTS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gp
 
 class CompiledLate(HexError):
     """A program would have to be compiled after the warm-up, and --recompile=error forbids it."""
+
+
+class Launched(NamedTuple):
+    """What a step will bring."""
+
+    choices: jax.Array
+    hidden: jax.Array
 
 
 class InFlight(NamedTuple):
@@ -111,7 +118,7 @@ class Runner:
         self.pages = allocate_pages(spec, mesh, num_blocks, devices)
         self._most = paddings.limits.max_decode_seqs
         self.layout = SlotLayout(self._most + 1, paddings.max_len, spec.vocab_size, paddings.table_width)
-        self.slots = jax.device_put(self.layout.empty(), NamedSharding(mesh, P()))
+        self.slots = placed(self.layout.empty(), NamedSharding(mesh, P()))
         # Of each slot, as plain numbers: flags are slow to combine.
         self._features = [0] * self.layout.num_slots
         self._adapters_of = [0] * self.layout.num_slots
@@ -136,23 +143,25 @@ class Runner:
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Sends a step off."""
         with self.recorder.step():
-            return self._dispatch(plan)
+            shape = self.paddings.shape(plan)
+            if self.adapters and any(self._adapters_of[chunk.slot] for chunk in plan.chunks):
+                shape = shape._replace(adapted=True)
+            with self.recorder.phase("pack"):
+                packed = pack(plan, shape, self.config.block_size)
+            launched = self.launch(shape, packed, len(plan.chunks))
+            launched.choices.copy_to_host_async()
+            return InFlight(plan, shape, *launched)
 
-    def _dispatch(self, plan: StepPlan) -> InFlight:
-        shape = self.paddings.shape(plan)
-        adapters = [self._adapters_of[chunk.slot] for chunk in plan.chunks] if self.adapters else []
-        if any(adapters):
-            shape = shape._replace(adapted=True)
-        with self.recorder.phase("pack"):
-            packed = pack(plan, shape, self.config.block_size)
+    def launch(self, shape: StepShape, packed: Ints, num_rows: int) -> Launched:
+        """A packed step, of which so many rows are no padding."""
+        slots = parts_of(packed, shape).slots[:num_rows].tolist()
         logits, rows, hidden = self._run(shape, packed)
         if not shape.gives_logits:
-            num_rows = self.paddings.num_rows(len(plan.chunks))
-            logits = self.program(Logits(num_rows))(self._lm_head(num_rows, adapters), logits)
-        features = Features(reduce(or_, (self._features[chunk.slot] for chunk in plan.chunks)))
-        choices = self._choose(logits, rows, features)
-        choices.copy_to_host_async()
-        return InFlight(plan, shape, choices, hidden)
+            num_rows = self.paddings.num_rows(num_rows)
+            lm_head = self._lm_head(num_rows, [self._adapters_of[slot] for slot in slots])
+            logits = self.program(Logits(num_rows))(lm_head, logits)
+        features = Features(reduce(or_, (self._features[slot] for slot in slots)))
+        return Launched(self._choose(logits, rows, features), hidden)
 
     def _run(self, shape: StepShape, packed: Ints) -> tuple[jax.Array, jax.Array, jax.Array]:
         given = (self.weights, self.pages, self.slots, packed, *((self.adapters,) if shape.adapted else ()))
@@ -223,18 +232,16 @@ class Runner:
         """Which tokens may come next in some slots."""
         self._write("allowed", words)
 
-    def write_adapter(self, slot: int, staged: Slots) -> None:
-        """Into a slot, counted from 1, before the next step; see AdapterLayout.stage."""
+    def write_adapter(self, slot: int, adapter: HostAdapter, staged: Slots) -> None:
+        """Into a slot, counted from 1, before the next step; `staged` by AdapterLayout.stage."""
         self.adapters = self.program(WriteAdapter())(self.adapters, staged, np.int32(slot))
 
-    def warm_up(self, progress: bool = False) -> None:
-        """Compiles every program that can be needed; on accelerators, also runs each step once."""
+    def compile_all(self, progress: bool = False) -> None:
+        """Every program that can be needed."""
         keys = self.all_programs()
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             compiled = compilers.map(self.program, keys)
             list(tqdm(compiled, "Compiling", len(keys), disable=not progress))
-        if self._platform != "cpu":
-            self._run_all()
         self.is_warm = True
 
     def measure_steps(self) -> dict[int, float]:
@@ -363,8 +370,10 @@ class Runner:
             self.slots, which, np.stack([values for _, values in padded])
         )
 
-    def _run_all(self) -> None:
-        """Loads every program onto the devices and proves that its memory is there; padding alone runs."""
+    def run_all(self) -> None:
+        """Loads every program onto accelerators and proves that its memory is there; padding alone runs."""
+        if self._platform == "cpu":
+            return
         combinations = [Features(0)] if self.branches else [*VARIANTS, Features.ADJUSTED | Features.LOGPROBS]
         chosen_for: set[int] = set()  # numbers of rows, which several fill up to
 

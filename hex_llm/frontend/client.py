@@ -1,4 +1,4 @@
-"""The front end's side of an engine process: takes requests, and gives their outputs.
+"""The front end's side of the engines: takes requests, sends each to one of them, and gives their outputs.
 
 Lives in one event loop. Text is made here, so that the engine's process only steps. Every request gets one
 end: its output, an InvalidRequest, QueueFull, TimedOut or EngineStopped. No jax.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,16 +21,18 @@ from typing import Any, Unpack
 
 from hex_llm.admission import Limits, make_request
 from hex_llm.config import EngineConfig
-from hex_llm.errors import ConfigError, EngineStopped, InvalidRequest
+from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, QueueFull
 from hex_llm.frontend.beside import read
+from hex_llm.frontend.devices import variables_of
 from hex_llm.frontend.outputs import OutputCollector
-from hex_llm.frontend.process import Supervisor
-from hex_llm.frontend.requests import Generation, OpenRequests, Statistics, Timeline
-from hex_llm.ipc.protocol import Ready, Refused, Step
-from hex_llm.ipc.stats import EngineState, EngineStatus
+from hex_llm.frontend.replica import Replica
+from hex_llm.frontend.requests import Generation, Observer, Room, Timeline
+from hex_llm.frontend.router import Router
+from hex_llm.ipc.protocol import Ready
+from hex_llm.ipc.stats import EngineState, leading
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
-from hex_llm.types import Pooling, RequestOptions
+from hex_llm.types import Pooling, Request, RequestOptions
 from hex_llm.weights.adapter_source import AdapterNames
 from hex_llm.weights.model_files import open_tokenizer, read_sampling_defaults
 from hex_llm.weights.source import fetch_for, pinned
@@ -40,9 +43,10 @@ WORKER = (sys.executable, "-P", "-m", "hex_llm.engine.worker")
 
 
 class EngineClient:
-    """An engine in a process of its own. `limits` and `tokenizer` are known once it is ready.
+    """Engines in processes of their own, --data_parallel_size of them. `limits` and `tokenizer` are known
+    once they are ready.
 
-    The observer of its `statistics`, `log_format` and the timeouts may be set before the start.
+    `observe`, `log_format` and the timeouts may be set before the start.
     """
 
     limits: Limits | None = None
@@ -51,21 +55,23 @@ class EngineClient:
     sampling_defaults: Mapping[str, Any] = MappingProxyType({})  # of the model's generation_config.json
 
     def __init__(self, config: EngineConfig, model_name: str = "", command: Sequence[str] = WORKER) -> None:
+        """ConfigError: there are not enough devices."""
         self.config = config
         self.adapters = AdapterNames(config)
         self.model_name = model_name
         self.log_format = "text"
         self.request_timeout_s = 0.0  # what a request may take in all; 0: any
-        self.stuck_timeout_s = 20.0  # that the engine may be silent
+        self.stuck_timeout_s = 20.0  # that an engine may be silent
         self.step_timeout_s = 300.0  # for a step; 0: any
-        self.engine_status = EngineStatus()
-        self.statistics = Statistics()
-        self.supervisor = Supervisor(self, command)
-        self.requests = OpenRequests(self.supervisor.send, self.engine_status, self.statistics)
+        variables = variables_of(config, os.environ)
+        self.replicas = [Replica(self, command, each) for each in variables]
+        self.room = Room(*(one.requests.places for one in self.replicas))
+        self._router = Router(len(self.replicas))
+        self._restarting: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> bool:
-        return self.engine_status.state is EngineState.SERVING
+        return any(one.serves for one in self.replicas)
 
     @property
     def max_len(self) -> int:
@@ -81,25 +87,61 @@ class EngineClient:
     def max_sequences(self) -> int:
         """That may be waiting and running."""
         assert self.limits is not None, "not loaded yet"
-        return self.limits.max_sequences
+        return self.config.max_concurrent_requests or self.limits.max_sequences * len(self.replicas)
 
-    # ---- the process
+    def observe(self, observer: Observer) -> None:
+        for one in self.replicas:
+            one.statistics.observer = observer
+
+    # ---- the processes
 
     async def start(self) -> None:
-        """Returns when the engine is ready; raises why it could not be loaded, and nothing is left then."""
-        # Once: the tokenizer and the engines that follow this one are of the same version of the model.
+        """Returns when all engines serve; raises why one could not be loaded, and nothing is left then."""
+        # Once: the tokenizer and the engines that follow these are of the same version of the model.
         self.config = await asyncio.to_thread(pinned, self.config)
-        await self.supervisor.start()
+        first, *others = [one.supervisor for one in self.replicas]
+        starting: list[asyncio.Future[None]] = []
+        try:
+            await first.start()  # which fetches and compiles what the others then find
+            starting = [asyncio.ensure_future(one.start()) for one in others]
+            await asyncio.gather(*starting)
+        except BaseException:
+            for one in starting:
+                one.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            await self.stop(0)
+            raise
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends the process: after its present step or, if that or loading takes longer, at once."""
+        """Ends the processes: after their present steps or, if these or loading take longer, at once."""
         self.fail(EngineState.STOPPED)
-        await self.supervisor.stop(timeout_s)
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.wait([self._restarting])
+        await asyncio.gather(*(one.supervisor.stop(timeout_s) for one in self.replicas))
 
     def fail(self, state: EngineState) -> None:
         """Ends every request, and all that are still to come, with EngineStopped."""
-        self.engine_status.state = state
-        self.requests.fail(state.value)
+        for one in self.replicas:
+            one.status.state = state
+        for one in self.replicas:
+            one.fail(state)
+
+    def restart(self) -> None:
+        """One replica after the other, each when its requests have ended; the others serve meanwhile."""
+        if len(self.replicas) == 1:
+            raise InvalidRequest("one replica alone cannot be restarted without failing its requests")
+        if self._restarting is not None and not self._restarting.done():
+            raise InvalidRequest("the replicas are being restarted already")
+        self._restarting = asyncio.create_task(self._restart())
+
+    async def _restart(self) -> None:
+        for one in self.replicas:
+            while not any(other.serves for other in self.replicas if other is not one):
+                await asyncio.sleep(0.1)
+            if one.serves:
+                await one.supervisor.restart()
+        log.info("the replicas were restarted")
 
     async def adopt(self, ready: Ready) -> None:
         """Takes over the limits of a process that is ready; it serves when this returns."""
@@ -110,13 +152,10 @@ class EngineClient:
                 tokenizer = replace(tokenizer, chat_template=self.chat_template)
             self.tokenizer = tokenizer
             self.sampling_defaults = await asyncio.to_thread(sampling_defaults, self.config)
-        self.limits, self.engine_status.memory = ready.limits, ready.memory
-        self.engine_status.limits = ready.limits
+        # What is free differs from one to the other; a request is to fit wherever it is sent.
+        fewest = min(one.status.limits.max_blocks for one in self.replicas if one.status.limits)
+        self.limits = replace(ready.limits, max_blocks=fewest)
         log.info("sequences that may run and wait: %d (--max_concurrent_requests)", self.max_sequences)
-
-    async def take(self, report: Step | Refused, *, is_behind: bool) -> None:
-        """`is_behind`: more reports have come already."""
-        await self.requests.take(report, is_behind=is_behind)
 
     # ---- requests
 
@@ -128,24 +167,50 @@ class EngineClient:
         self._check_ready()
         self.check_room(params.num_choices)
         timeline = Timeline(params.num_choices, params.max_tokens)
-        with self.requests.room.preparing(params.num_choices):
+        with self.room.preparing(params.num_choices):
             if isinstance(prompt, str) and self.tokenizer and params.truncate_prompt_tokens is None:
                 self.tokenizer.refuse_longer(prompt, self.max_len)
             # Long prompts take long to be cut into tokens and to be checked.
             prepare = partial(self._prepare, prompt, params, options)
             collector = await read(len(prompt) if isinstance(prompt, str) else 0, prepare)
-        self._check_ready()
-        with self.requests.add(collector, timeline, self.request_timeout_s) as generation:
+        replica = self._replica_for(collector.request)
+        with replica.requests.add(collector, timeline, self.request_timeout_s) as generation:
             yield generation
 
     def check_room(self, num_sequences: int) -> None:
-        """Refuses what there is no room for, before anything is made for it, whether or not the engine
+        """Refuses what there is no room for, before anything is made for it, whether or not an engine
         answers: InvalidRequest, if there never is, else QueueFull."""
-        self.requests.room.check(num_sequences, self.max_sequences)
+        self.room.check(num_sequences, self.max_sequences)
+
+    def move(self, generation: Generation) -> bool:
+        """To another replica, if there is one that takes it."""
+        try:
+            replica = self._replica_for(generation.collector.request)
+            generation.has_moved = True
+            replica.requests.send(generation)
+        except HexError:
+            return False
+        return True
+
+    def _replica_for(self, request: Request) -> Replica:
+        """That serves, and has room for all of its choices."""
+        self._check_ready()
+        if len(self.replicas) == 1:
+            return self.replicas[0]
+        assert self.limits is not None
+        most = self.limits.max_sequences - request.params.num_choices
+        loads = {i: one.load for i, one in enumerate(self.replicas) if one.serves and one.load <= most}
+        if not loads:
+            raise QueueFull("no replica has room for so many sequences")
+        return self.replicas[self._router.choose(request, self.limits, loads)]
+
+    def forget(self, replica: Replica) -> None:
+        """Its process has gone, and with it what its cache held."""
+        self._router.forget(self.replicas.index(replica))
 
     def _check_ready(self) -> None:
         if not self.ready:
-            raise EngineStopped(self.engine_status.state.value)
+            raise EngineStopped(leading([one.status for one in self.replicas]).state.value)
 
     def _prepare(
         self, prompt: str | Sequence[int], params: SamplingParams, options: RequestOptions

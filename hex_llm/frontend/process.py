@@ -14,24 +14,20 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import zmq
-import zmq.asyncio
-
-from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError
-from hex_llm.frontend.beside import decoded
+from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
+from hex_llm.frontend.link import EngineLink
 from hex_llm.ipc import protocol
 from hex_llm.ipc.protocol import Command, Ready, Refused, Report, Step
 from hex_llm.ipc.pulse import Watch
 from hex_llm.ipc.stats import EngineState
 
 if TYPE_CHECKING:
-    from hex_llm.frontend.client import EngineClient
+    from hex_llm.frontend.replica import Replica
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +35,13 @@ TICK_S = 0.5  # between two looks at a process
 # What it may be silent for before it is loaded: libraries of gigabytes are imported with the GIL held.
 LOADING_S = 60.0
 MAX_PATH = 107  # bytes of a Unix socket's name
+END_S = 5  # what an idle engine gets to end by itself
 KILL_S = 5  # what the system gets to end a killed process
 MAX_RESTARTS = 3  # one after another, of engines that then do not serve for STEADY_S
 STEADY_S = 30
 PAUSE_S = 1.0  # before the second restart; twice as long before the third
 STARTING = (EngineState.LOADING, EngineState.RESTARTING)
+ALIVE = (EngineState.SERVING, EngineState.DRAINING, *STARTING)
 
 
 class EngineProcess:
@@ -57,24 +55,21 @@ class EngineProcess:
         self._at_end = ExitStack()
         self.folder = private_folder()
         self._at_end.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        self.context = zmq.Context()
-        self._at_end.callback(self.context.term)  # which would wait for open sockets
-        self._inbox = zmq.asyncio.Socket(self.context, zmq.PULL)
-        self._outbox = zmq.Socket(self.context, zmq.PUSH)
-        for each, max_frame in ((self._inbox, protocol.MAX_REPORT), (self._outbox, protocol.MAX_COMMAND)):
-            protocol.set_limits(each, max_frame)
-            self._at_end.callback(each.close, linger=0)
-        self._inbox.bind(protocol.report_address(self.folder))
-        self._outbox.connect(protocol.command_address(self.folder))
-        self.reader: protocol.Reader[Report] = protocol.Reader(Report)
+        self.link = EngineLink(self.folder)
+        self._at_end.callback(self.link.close)
 
-    async def start(self, command: Sequence[str]) -> None:
+    async def start(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        """`variables` of its environment, besides ours."""
         self._process = await asyncio.create_subprocess_exec(
             *command,
             str(self.folder),
             stdin=asyncio.subprocess.PIPE,  # closed by our death, which the worker notices
             start_new_session=True,  # Ctrl-C in a terminal is for us alone
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                **variables,
+            },
         )
 
     @property
@@ -86,34 +81,14 @@ class EngineProcess:
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    # ---- messages
-
-    def send(self, command: Command) -> None:
-        frame = protocol.encode(command)
-        if len(frame) > protocol.MAX_COMMAND:
-            raise InvalidRequest(f"the request takes {len(frame)} bytes, more than {protocol.MAX_COMMAND}")
-        self._outbox.send(frame)
-
     async def receive(self) -> Report:
         """Its next report."""
-        while True:
-            frame = await self._inbox.recv()
-            if len(frame) < protocol.LARGE_REPORT:
-                report = self.reader.decode(frame)
-            else:
-                report = await decoded(partial(self.reader.decode_large, frame))
-            if report is None:
-                continue
-            self._silent_s = 0.0
-            if isinstance(report, protocol.Beat):
-                self._step_s = report.step_s
-            self.is_loaded |= isinstance(report, Ready)
-            return report
-
-    @property
-    def has_more(self) -> bool:
-        """Reports have come that were not received yet."""
-        return bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
+        report = await self.link.receive()
+        self._silent_s = 0.0
+        if isinstance(report, protocol.Beat):
+            self._step_s = report.step_s
+        self.is_loaded |= isinstance(report, Ready)
+        return report
 
     # ---- life and death
 
@@ -126,7 +101,7 @@ class EngineProcess:
             passed = watch.look()
             if self.is_ending:
                 continue
-            self._silent_s = 0.0 if self.has_more else self._silent_s + passed
+            self._silent_s = 0.0 if self.link.has_more else self._silent_s + passed
             if trouble := self._trouble(stuck_s, step_s):
                 self.kill()
                 return f"{trouble}, and was killed"
@@ -154,8 +129,8 @@ class EngineProcess:
         self.is_ending = True
         try:
             if self._process is not None:
-                if self.is_running and not self._outbox.closed:
-                    self.send(protocol.Shutdown())
+                if self.is_running:
+                    self.link.send(protocol.Shutdown())
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._process.wait(), timeout_s if self.is_loaded else 0)
                 self.kill()
@@ -165,14 +140,15 @@ class EngineProcess:
 
 
 class Supervisor:
-    """Keeps an engine's process running."""
+    """Keeps a replica's process running."""
 
     process: EngineProcess | None = None
 
-    def __init__(self, owner: EngineClient, command: Sequence[str]) -> None:
+    def __init__(self, owner: Replica, command: Sequence[str], variables: Mapping[str, str]) -> None:
         self._owner = owner
-        self._command = command
-        self._status = owner.engine_status
+        self._command, self._variables = command, variables
+        self._settings = owner.client
+        self._status = owner.status
         self._num_restarts = 0  # since the engine has served for long
         self._serving_since = 0.0
         self._serving: EngineProcess | None = None  # the last that was ready
@@ -185,13 +161,13 @@ class Supervisor:
         self._status.progress = "starting"
         self.process = process = EngineProcess()
         try:
-            await process.start(self._command)
+            await process.start(self._command, self._variables)
             self._receiver = asyncio.create_task(self._receive(process))
             watcher = asyncio.create_task(self._watch(process))
             self._watchers.add(watcher)
             watcher.add_done_callback(self._watchers.discard)
             level = logging.getLogger("hex_llm").getEffectiveLevel()
-            process.send(protocol.Start(self._owner.config, level, self._owner.log_format))
+            process.link.send(protocol.Start(self._settings.config, level, self._settings.log_format))
             await self._owner.adopt(await self._loaded)
             if self._status.state not in STARTING:
                 raise EngineStopped(self._status.state.value)
@@ -211,7 +187,19 @@ class Supervisor:
 
     def send(self, command: Command) -> None:
         assert self.process is not None
-        self.process.send(command)
+        self.process.link.send(command)
+
+    async def restart(self) -> None:
+        """On purpose, once its requests have ended: it gets no more of them from now on."""
+        self._status.state = EngineState.DRAINING
+        await self._owner.emptied()
+        if self._status.state is EngineState.DRAINING:  # else it has died, and is being replaced already
+            await self._release(END_S)
+            self._owner.fail(EngineState.FAILED)
+            self._num_restarts = 0
+            await self._restart()
+        while self._status.state in (EngineState.FAILED, EngineState.RESTARTING):
+            await asyncio.sleep(TICK_S)
 
     async def _release(self, timeout_s: float) -> None:
         """The process, if there is one."""
@@ -221,7 +209,7 @@ class Supervisor:
             await self.process.end(timeout_s)
 
     async def _watch(self, process: EngineProcess) -> None:
-        how = await process.ended(self._owner.stuck_timeout_s, self._owner.step_timeout_s)
+        how = await process.ended(self._settings.stuck_timeout_s, self._settings.step_timeout_s)
         await asyncio.sleep(0.1)  # what it said last may still be on its way, and tells more
         if process.is_ending:  # we are done with it
             return
@@ -256,13 +244,15 @@ class Supervisor:
 
         An unforeseen error's message is for who starts the server, not for its clients.
         """
-        if self._status.state not in (EngineState.SERVING, *STARTING):
+        if self._status.state not in ALIVE:
             return
         if self._loaded.done():
             log.error("%s", error)
         else:
             self._loaded.set_exception(error)
-        self._owner.fail(EngineState.FAILED)
+        # An engine that ends by itself follows one on another host, which has ended.
+        ended = isinstance(error, EngineStopped)
+        self._owner.fail(EngineState.SHUTTING_DOWN if ended else EngineState.FAILED)
 
     async def _receive(self, process: EngineProcess) -> None:
         while True:
@@ -276,10 +266,10 @@ class Supervisor:
     async def _take(self, process: EngineProcess, report: Report) -> None:
         match report:
             case Step() | Refused():
-                await self._owner.take(report, is_behind=process.has_more)
+                await self._owner.requests.take(report, is_behind=process.link.has_more)
             case protocol.Beat(is_busy):
                 # Without a limit for steps, who watches the server must judge how long they take.
-                if is_busy and self._owner.step_timeout_s:
+                if is_busy and self._settings.step_timeout_s:
                     self._status.progressed = time.monotonic()
             case protocol.Progress(message):
                 self._status.progress = message

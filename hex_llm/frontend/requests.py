@@ -64,6 +64,8 @@ class Generation:
         self.timeline = timeline or Timeline()
         self.reasons: dict[int, str] = {}  # of the choices that have ended
         self.ended = False
+        self.requests: OpenRequests | None = None  # of the engine that it was sent to last
+        self.has_moved = False  # from one engine to another
         # Called when there is news but not the end, instead of waking a reader who waits for it, which would
         # take longer than what most do with it: whether `collector.deltas()` were taken.
         self.write_inline: Callable[[], bool] | None = None
@@ -75,6 +77,11 @@ class Generation:
     def output(self) -> RequestOutput:
         """Everything so far; log-probabilities are named when they are looked at."""
         return self.collector.output(named_late=True)
+
+    @property
+    def can_move(self) -> bool:
+        """Nothing has come of it. Once: one that is the end of every engine must not be that of all."""
+        return not (self.timeline.first or self.reasons or self.has_moved)
 
     async def until_end(self) -> None:
         await self._end.wait()
@@ -133,21 +140,45 @@ class Generation:
                 self._reader.set_result(None)
 
 
-class Room:
-    """A sequence is in from before its prompt is looked at until the engine has told its end."""
+class Places:
+    """The sequences that an engine is at: from when they are sent until it has told their ends."""
 
     def __init__(self) -> None:
-        self._num_preparing = 0  # sequences
+        self.num_sequences = 0
         self._sent: dict[str, int] = {}  # of each request, those whose ends the engine has not told yet
 
     @property
-    def num_sequences(self) -> int:
-        return self._num_preparing + sum(self._sent.values())
+    def num_requests(self) -> int:
+        return len(self._sent)
+
+    def send(self, request_id: str, num_sequences: int) -> None:
+        self._sent[request_id] = num_sequences
+        self.num_sequences += num_sequences
+
+    def settle(self, request_id: str, num_sequences: int | None = None) -> None:
+        """The engine has told the end of so many of its sequences; None: of all."""
+        num_before = self._sent.pop(request_id, 0)
+        num_left = 0 if num_sequences is None else max(num_before - num_sequences, 0)
+        self.num_sequences -= num_before - num_left
+        if num_left:
+            self._sent[request_id] = num_left
+
+    def clear(self) -> None:
+        """The engine has gone, and all that were sent to it."""
+        self._sent.clear()
+        self.num_sequences = 0
+
+
+class Room:
+    """A sequence is in from before its prompt is looked at until its engine has told its end."""
+
+    def __init__(self, *engines: Places) -> None:
+        self._engines = engines
+        self._num_preparing = 0  # sequences
 
     @property
-    def num_requests(self) -> int:
-        """That the engine is at."""
-        return len(self._sent)
+    def num_sequences(self) -> int:
+        return self._num_preparing + sum(one.num_sequences for one in self._engines)
 
     def check(self, num_sequences: int, most: int) -> None:
         """InvalidRequest: they could never come in together; QueueFull: now they cannot."""
@@ -167,19 +198,6 @@ class Room:
             yield
         finally:
             self._num_preparing -= num_sequences
-
-    def send(self, request_id: str, num_sequences: int) -> None:
-        self._sent[request_id] = num_sequences
-
-    def settle(self, request_id: str, num_sequences: int | None = None) -> None:
-        """The engine has told the end of so many of its sequences; None: of all."""
-        num_before = self._sent.pop(request_id, 0)
-        if num_sequences is not None and num_before > num_sequences:
-            self._sent[request_id] = num_before - num_sequences
-
-    def clear(self) -> None:
-        """The engine has gone, and all that were sent to it."""
-        self._sent.clear()
 
 
 class Observer:
@@ -233,7 +251,7 @@ class OpenRequests:
     def __init__(
         self, send: Callable[[Command], None], engine_status: EngineStatus, statistics: Statistics
     ) -> None:
-        self.room = Room()
+        self.places = Places()
         self._send = send
         self._engine_status = engine_status
         self._statistics = statistics
@@ -247,45 +265,48 @@ class OpenRequests:
     @contextmanager
     def add(self, collector: OutputCollector, timeline: Timeline, timeout_s: float) -> Iterator[Generation]:
         """Leaving it before its end aborts it; so does the time, counted from its arrival (0: any)."""
-        request = collector.request
-        timeline.num_prompt = len(request.prompt_ids)
+        timeline.num_prompt = len(collector.request.prompt_ids)
         self._statistics.observer.began(timeline)
-        generation = self._open[request.request_id] = Generation(collector, timeline)
+        generation = Generation(collector, timeline)
         left = timeline.arrived + timeout_s - time.monotonic()
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(left, self._expire, generation, timeout_s) if timeout_s else None
+        timer = loop.call_later(left, _expire, generation, timeout_s) if timeout_s else None
         try:
-            self._send(Add(for_engine(request)))
-            if not self._engine_status.num_pending:
-                self._engine_status.progressed = time.monotonic()
-            self.room.send(request.request_id, request.params.num_choices)
-            self._engine_status.num_pending = self.room.num_requests
-            timeline.sent = time.monotonic()
+            self.send(generation)
             yield generation
         finally:
             if timer is not None:
                 timer.cancel()
-            self._abort(generation)
+            _abort(generation)
 
-    def _expire(self, generation: Generation, timeout_s: float) -> None:
-        self._abort(generation)
-        generation.fail(TimedOut(f"the request has taken longer than {timeout_s:g} s"))
+    def send(self, generation: Generation) -> None:
+        """To this engine, from which its updates come from now on."""
+        request, now = generation.collector.request, time.monotonic()
+        generation.requests = self
+        self._open[request.request_id] = generation
+        self._send(Add(for_engine(request)))
+        if not self._engine_status.num_pending:
+            self._engine_status.progressed = now
+        self.places.send(request.request_id, request.params.num_choices)
+        self._engine_status.num_pending = self.places.num_requests
+        generation.timeline.sent = now
 
-    def _abort(self, generation: Generation) -> None:
+    def abort(self, generation: Generation) -> None:
         """If it has not ended."""
         request_id = generation.collector.request.request_id
         if self._open.pop(request_id, None) is not None:
             self._send(Abort(request_id))
             self._statistics.end(generation, FinishReason.ABORT)
 
-    def fail(self, reason: str) -> None:
-        """All of them; the engine has gone, or does not count any more."""
-        for generation in self._open.values():
-            generation.fail(EngineStopped(reason))
-            self._statistics.end(generation, FinishReason.ERROR)
-        self._open.clear()
-        self.room.clear()
+    def fail(self, reason: str, move: Callable[[Generation], bool]) -> None:
+        """All of them, but those that can `move`; the engine has gone, or does not count any more."""
+        lost, self._open = self._open, {}
+        self.places.clear()
         self._engine_status.num_pending = 0
+        for generation in lost.values():
+            if not (generation.can_move and move(generation)):
+                generation.fail(EngineStopped(reason))
+                self._statistics.end(generation, FinishReason.ERROR)
 
     # ---- what the engine reports
 
@@ -336,8 +357,8 @@ class OpenRequests:
 
     def _settle(self, request_id: str, num_choices: int | None = None) -> None:
         """The engine has told the end of so many choices; None: of all."""
-        self.room.settle(request_id, num_choices)
-        self._engine_status.num_pending = self.room.num_requests
+        self.places.settle(request_id, num_choices)
+        self._engine_status.num_pending = self.places.num_requests
 
     def _spoil(self, generation: Generation, error: Exception) -> None:
         """A request's own data fails that request only."""
@@ -349,3 +370,14 @@ class OpenRequests:
     def _close(self, generation: Generation) -> None:
         if self._open.pop(generation.collector.request.request_id, None) is not None:
             self._statistics.end(generation, FinishReason.ERROR)
+
+
+def _expire(generation: Generation, timeout_s: float) -> None:
+    _abort(generation)
+    generation.fail(TimedOut(f"the request has taken longer than {timeout_s:g} s"))
+
+
+def _abort(generation: Generation) -> None:
+    """Wherever it is now."""
+    assert generation.requests is not None
+    generation.requests.abort(generation)

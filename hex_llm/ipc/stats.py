@@ -6,6 +6,7 @@ Plain data, no jax. Durations only: the clocks of two processes need not agree.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,11 +20,25 @@ class EngineState(Enum):
 
     LOADING = "the model is being loaded"
     SERVING = ""
+    DRAINING = "the engine finishes its requests and is then restarted"
     FAILED = "the engine has failed"
     RESTARTING = "the engine has failed and is being restarted"
     GIVEN_UP = "the engine has failed too often; it is not started again"
     SHUTTING_DOWN = "the server is shutting down"
     STOPPED = "the engine was stopped"
+
+
+# From the one that serves to the one that never will.
+ORDER = [
+    EngineState.SERVING,
+    EngineState.DRAINING,
+    EngineState.LOADING,
+    EngineState.RESTARTING,
+    EngineState.FAILED,
+    EngineState.GIVEN_UP,
+    EngineState.SHUTTING_DOWN,
+    EngineState.STOPPED,
+]
 
 
 class Stats(msgspec.Struct, array_like=True, kw_only=True):
@@ -62,7 +77,6 @@ class EngineStatus:
     memory: str = ""  # where it goes, in words
     stats: Stats = field(default_factory=Stats)
     limits: Limits | None = None
-    num_refused: int = 0  # requests, because there were too many
     num_steps: int = 0
     num_pending: int = 0  # requests whose end the engine has not told yet, also those that nobody waits for
     progressed: float = 0.0  # when it last did something, or was at it in good time, or got something to do
@@ -71,3 +85,15 @@ class EngineStatus:
     def stalled_s(self) -> float:
         """How long there has been work and no step, nor one under way that may take so long."""
         return time.monotonic() - self.progressed if self.num_pending else 0.0
+
+
+def leading(engines: Sequence[EngineStatus]) -> EngineStatus:
+    """The one that will serve first, if none does."""
+    return min(engines, key=lambda one: ORDER.index(one.state))
+
+
+def total(engines: Sequence[EngineStatus]) -> Stats:
+    """The numbers of all of them as those of one."""
+    each = [one.stats for one in engines]
+    names = [name for name in Stats.__struct_fields__ if name.startswith("num_")]
+    return Stats(**{name: sum(getattr(one, name) for one in each) for name in names})

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hex_llm.kernels.attention import Batch, Options
-from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.experts import Activation, GatedMatrix
 from hex_llm.kernels.reference import write_kv
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ MATMUL, ATTENTION = "hex_llm_matmul", "hex_llm_attention"
 QUANTIZED_MATMUL = "hex_llm_quantized_matmul"
 
 
-class PanelMatrix:
+class PanelMatrix(GatedMatrix):
     """A Matrix [*outputs, *inputs] (models/linear.py), cut into panels of some outputs each."""
 
     outputs: tuple[int, ...]
@@ -68,9 +68,7 @@ class PanelMatrix:
         while its block is still in the cache."""
         if activation is jax.nn.silu and bias is None and self.can_gate:
             return self._multiply(x, self.outputs[0], gated=True)
-        both = self.matmul(x)  # [T, F, 2]
-        both = both if bias is None else both + bias
-        return activation(both[..., 0]) * both[..., 1]
+        return super().gated(x, activation, bias)
 
     @property
     def can_gate(self) -> bool:

@@ -30,6 +30,18 @@ class ExpertOptions(NamedTuple):
         return self.activation(jnp.minimum(gate, self.limit)) * (jnp.clip(up, -self.limit, self.limit) + 1)
 
 
+class GatedMatrix:
+    """A Matrix (models/linear.py) that multiplies with gates and ups as it does with any others."""
+
+    def matmul(self, x: Array) -> Array:
+        raise NotImplementedError
+
+    def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
+        both = self.matmul(x)  # [T, F, 2]
+        both = both if bias is None else both + bias
+        return activation(both[..., 0]) * both[..., 1]
+
+
 class RoutedExperts(Protocol):
     """Runs every token through the experts that it chose, and combines their outputs."""
 

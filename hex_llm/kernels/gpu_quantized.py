@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
-from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.experts import GatedMatrix
 from hex_llm.kernels.gpu_kernel import dot, index_grid, interpreted, launched, next_power
 
 SLAB = 32  # inputs that one shift gives
@@ -44,7 +44,7 @@ def can_multiply(bits: int, group: int, dtype: DTypeLike) -> bool:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class QuantizedWords:
+class QuantizedWords(GatedMatrix):
     """A Matrix (models/linear.py) [*outputs, inputs]: a weight is (code - zero point) * scale."""
 
     words: Any  # uint16 [N, blocks * SLAB]
@@ -67,11 +67,6 @@ class QuantizedWords:
             matrix, x = lax.optimization_barrier((self, x))
             out = lax.dot_general(x, matrix.expanded(x.dtype), (((1,), (1,)), ((), ())))
         return out.reshape(len(x), *self.outputs)
-
-    def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
-        both = self.matmul(x)
-        both = both if bias is None else both + bias
-        return activation(both[..., 0]) * both[..., 1]
 
     def rows(self, which: Array) -> Array:
         return self._expanded(self.words[which], self.scales[:, which])

@@ -10,17 +10,21 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import socket
 import stat
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
+from hex_llm.cluster import located
 from hex_llm.config import EngineConfig, ServerConfig
-from hex_llm.errors import ConfigError, HexError, ModelError
+from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
 from hex_llm.frontend.client import EngineClient
 from hex_llm.ipc.stats import EngineState
 from hex_llm.launch.connection import SEND_BUFFER, connection
@@ -34,6 +38,7 @@ log = logging.getLogger(__name__)
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 TICK_S = 0.05  # between two looks at what is still running
 TURN_S = 0.001  # after which a thread at large work must let the event loop go on
+ENDED = (EngineState.GIVEN_UP, EngineState.SHUTTING_DOWN)
 STOP_S = 2  # what the last replies, then the engine's present step, get at the end
 
 
@@ -41,14 +46,22 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     """Returns after SIGTERM or SIGINT; raises a HexError when the server cannot start."""
     configure_logging(server_config)
     sys.setswitchinterval(TURN_S)
+    engine_config = located(engine_config, os.environ)
+    if engine_config.host_index:
+        run_loop(follow(EngineClient(engine_config)))
+        return
     uds = server_config.uds
     listener = bind(server_config.host, server_config.port) if uds is None else bind_unix(uds)
     name = server_config.served_model_name or engine_config.model or DEFAULT_MODEL_NAME
     engine = EngineClient(engine_config, name)
     engine.chat_template = template_of(server_config.chat_template)
+    run_loop(run(engine, server_config, listener))
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(run(engine, server_config, listener))
+            runner.run(main)
     except Exception as error:
         log.debug("the server failed", exc_info=True)
         if isinstance(error, HexError):
@@ -125,6 +138,28 @@ async def run(engine: EngineClient, config: ServerConfig, listener: socket.socke
         await engine.stop(STOP_S)
 
 
+async def follow(engine: EngineClient) -> None:
+    """On a host that does as another one tells it: until that one ends, or a signal comes."""
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, stopping.set)
+    starting, stopped = asyncio.create_task(engine.start()), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            log.info("following the first host")
+        while not stopping.is_set() and (state := engine.replicas[0].status.state) not in ENDED:
+            await asyncio.sleep(TICK_S)
+        if not stopping.is_set() and state is EngineState.GIVEN_UP:
+            raise EngineStopped(state.value)
+    finally:
+        for task in (starting, stopped):
+            task.cancel()
+        await asyncio.wait((starting, stopped))
+        await engine.stop(STOP_S)
+
+
 async def start(
     engine: EngineClient, server: uvicorn.Server, config: ServerConfig, listener: socket.socket
 ) -> None:
@@ -145,9 +180,10 @@ class Server(uvicorn.Server):
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self.engine = engine
         self.drain_s = config.drain_timeout
-        self.metrics = Metrics(engine.model_name, engine.engine_status)
+        self.metrics = Metrics(engine.model_name, *(one.status for one in engine.replicas))
         self.num_signals = 0
-        engine.statistics.observer, engine.log_format = self.metrics, config.log_format
+        engine.observe(self.metrics)
+        engine.log_format = config.log_format
         engine.request_timeout_s = config.request_timeout
         engine.stuck_timeout_s, engine.step_timeout_s = config.stuck_timeout, config.step_timeout
         super().__init__(
@@ -197,11 +233,12 @@ def address_of(listener: socket.socket) -> str:
 def banner(engine: EngineClient, config: ServerConfig, address: str) -> str:
     """Where the server is, what it serves, and a line to paste; the key itself is not shown."""
     url = address.replace("//0.0.0.0:", "//localhost:").replace("[::]", "localhost")
+    memory = "\n".join(f"  {one.status.memory or 'memory: unknown'}" for one in engine.replicas)
     key = "" if config.api_key is None else ' -H "Authorization: Bearer $API_KEY"'
     return (
         f"\nhex_llm is ready on {address}\n"
         f"  model: {engine.model_name}\n"
-        f"  {engine.engine_status.memory or 'memory: unknown'}\n"
+        f"{memory}\n"
         f"  try:   curl {url}{example(engine.tokenizer)} -H 'Content-Type: application/json'{key}\n"
     )
 

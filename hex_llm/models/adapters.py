@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.experts import GatedMatrix
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Param, Piece, Weights, abstract_weights
 from hex_llm.models.spec import ModelSpec
@@ -36,7 +36,7 @@ Slots = dict[str, SlotMatrices]  # by the path of their matrix in the tree of we
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Adapted:
+class Adapted(GatedMatrix):
     """A Matrix."""
 
     base: Any
@@ -47,11 +47,6 @@ class Adapted:
         ranks = self._of_own_slot(Dense(self.slots.down, num_outputs=2).matmul(x))
         out = self.base.matmul(x)
         return out + Dense(self.slots.up, num_outputs=out.ndim - 1).matmul(ranks)
-
-    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
-        both = self.matmul(x)
-        both = both if bias is None else both + bias
-        return activation(both[..., 0]) * both[..., 1]
 
     def rows(self, which: jax.Array) -> jax.Array:
         ranks = self._of_own_slot(self.slots.up[which])

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.experts import Activation, GatedMatrix
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Rounding
 
@@ -62,7 +62,7 @@ class Quantized:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Float8:
+class Float8(GatedMatrix):
     """A Matrix [*outputs, *inputs] that is multiplied by activations of 8 bits, with a scale for each row."""
 
     codes: Any  # float8_e4m3fn
@@ -77,11 +77,6 @@ class Float8:
         out = jax.lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
         out = out[: len(x)] * row_scales * self.scales.reshape(-1)
         return out.astype(x.dtype).reshape(len(x), *self.scales.shape)
-
-    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
-        both = self.matmul(x)
-        both = both if bias is None else both + bias
-        return activation(both[..., 0]) * both[..., 1]
 
     def rows(self, which: jax.Array) -> jax.Array:
         codes = self.codes[which].astype(jnp.float32)

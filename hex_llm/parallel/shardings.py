@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy.typing as npt
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,6 +34,11 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     return jax.make_mesh(
         (tensor_parallel_size,), (TP,), (AxisType.Auto,), devices=devices[:tensor_parallel_size]
     )
+
+
+def placed(array: npt.NDArray[Any], sharding: NamedSharding) -> jax.Array:
+    """On these devices; those of other hosts, where the same is called, get theirs there."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def sharding(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:

@@ -39,6 +39,13 @@ def create_app(backend: Backend, config: ServerConfig, metrics: Metrics | None =
             app.add_api_route(path, healthy, methods=[method], response_class=Response)
     if config.health_route is not None:
         app.add_api_route(config.health_route, healthy, response_class=Response)
+    if config.allow_restart:
+
+        @app.post("/admin/restart", status_code=202, response_class=Response)
+        async def restart() -> None:
+            """Begins to restart the replicas one after another; GET /stats tells how far that is."""
+            backend.restart()
+
     app.add_middleware(Gate, backend=backend, config=config, metrics=metrics)
     add_error_handlers(app)
     add_docs(app)

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hex_llm.config import ServerConfig
 from hex_llm.errors import HexError
 from hex_llm.frontend.requests import Timeline
-from hex_llm.ipc.stats import EngineState
+from hex_llm.ipc.stats import EngineState, leading
 from hex_llm.server import page
 from hex_llm.server.common.backend import Backend
 from hex_llm.server.common.body_route import BodyRoute
@@ -37,6 +37,7 @@ BUSY_S = 1  # of being told that there are too many requests: one line in the lo
 # Of a body, counted by its commas: parsing so many holds up everyone for a tenth of a second.
 MAX_VALUES = 500_000
 VALUES_PER_KEY = 10  # which takes as long as so many values
+INVOKE = "/invoke"  # Vertex AI's prefix of any path; a front that takes it away is as well
 MAX_HEAD = 32 << 10  # bytes of a request's path and headers
 OPEN_PATHS = ("/ping", "/health")  # for load balancers, which have no key
 WITHOUT_ENGINE = ("/metrics", "/load", "/version", "/docs", "/openapi.json")  # answered at any time
@@ -74,9 +75,9 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        prefix = self.config.root_path
-        if prefix is not None and scope["path"].startswith(f"{prefix}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(prefix)}
+        for prefix in filter(None, (self.config.root_path, INVOKE)):
+            if scope["path"].startswith(f"{prefix}/"):
+                scope = {**scope, "path": scope["path"].removeprefix(prefix)}
         visit = Visit(scope, send, self.metrics)
         works = scope["method"] == "POST"
         self.metrics.num_open += works
@@ -132,14 +133,14 @@ class Gate:
     def trouble(self, *, watched: bool) -> str:
         """Why requests cannot be served now; empty if they can. An engine that stalls may go on: only who
         watches it is told."""
-        engine_status = self.metrics.engine_status
         if self.metrics.draining:
             return EngineState.SHUTTING_DOWN.value
         if not self.backend.ready:
-            progress = f" ({engine_status.progress})" if engine_status.progress else ""
-            return f"the server is not ready: {engine_status.state.value}{progress}"
-        if watched and engine_status.stalled_s > self.config.health_timeout:
-            return f"the engine has made no step for {engine_status.stalled_s:.0f} s, though there is work"
+            status = leading(self.metrics.engines)
+            progress = f" ({status.progress})" if status.progress else ""
+            return f"the server is not ready: {status.state.value}{progress}"
+        if watched and (stalled_s := self.metrics.stalled_s) > self.config.health_timeout:
+            return f"the engine has made no step for {stalled_s:.0f} s, though there is work"
         return ""
 
     def has_key(self, headers: Headers) -> bool:
@@ -203,7 +204,6 @@ class Gate:
     def note(self, visit: Visit) -> None:
         visit.route = self.path_of(visit.scope)
         self.metrics.answered(visit.method, visit.route, visit.status)
-        self.metrics.engine_status.num_refused += visit.status == 429
         if self.config.disable_log_requests:
             return
         if visit.status == 429:

@@ -12,7 +12,7 @@ import json
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from itertools import accumulate
 from typing import Any
@@ -26,8 +26,9 @@ from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 
 from hex_llm import __version__
+from hex_llm.admission import Limits
 from hex_llm.frontend.requests import Observer, Timeline
-from hex_llm.ipc.stats import EngineStatus, Stats
+from hex_llm.ipc.stats import EngineState, EngineStatus, Stats, total
 from hex_llm.server.common.backend import Backend
 
 SOON = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
@@ -67,13 +68,13 @@ CURRENT: ContextVar[list[Timeline] | None] = ContextVar("CURRENT", default=None)
 
 
 class Metrics(Observer):
-    def __init__(self, model_name: str, engine_status: EngineStatus | None = None) -> None:
+    def __init__(self, model_name: str, *engines: EngineStatus) -> None:
         self.model_name = model_name
-        self.engine_status = engine_status or EngineStatus()
+        self.engines = engines or (EngineStatus(),)
         self.draining = False  # the server is shutting down
         self.num_open = 0  # HTTP requests that are being worked at
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineNumbers(model_name, self.engine_status))
+        self.registry.register(_EngineNumbers(model_name, self.engines))
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_S + 1)  # second, tokens
 
         of_model = ("model_name",)
@@ -86,6 +87,7 @@ class Metrics(Observer):
         self._prompt_tokens = self._count("vllm:prompt_tokens", "Prefill tokens processed.")
         self._cached_tokens = self._count("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.")
         self._output_tokens = self._count("vllm:generation_tokens", "Generation tokens processed.")
+        self._refused = self._count("vllm:admission_rejections", "Requests turned away.")
         of_end = ("model_name", "finished_reason")
         self._ends = Counter("vllm:request_success", "Finished requests.", of_end, registry=self.registry)
         for reason in ("stop", "length", "abort", "error"):
@@ -143,6 +145,7 @@ class Metrics(Observer):
 
     def answered(self, method: str, route: str, status: int) -> None:
         self._http.labels(method, route, status).inc()
+        self._refused.inc(status == 429)
 
     async def watch_loop(self) -> None:
         """Notes how late the event loop is, until it is cancelled."""
@@ -164,21 +167,20 @@ class Metrics(Observer):
         )
         return sum(counts) / RECENT_S
 
+    @property
+    def stalled_s(self) -> float:
+        """Of the engine that goes on best: the server is healthy while one serves."""
+        serving = [one.stalled_s for one in self.engines if one.state is EngineState.SERVING]
+        return min(serving, default=0.0)
+
     def now(self) -> dict[str, Any]:
-        """The state of the engine in a few numbers."""
-        stats = self.engine_status.stats
-        queries = stats.num_prefix_queries
-        return {
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
-            "kv_usage": _usage(stats),
-            "prefix_hit_rate": stats.num_prefix_hits / queries if queries else None,
-            "tokens_per_s": self.tokens_per_s(),
-        }
+        """The state of the engines in a few numbers."""
+        each = [{"state": one.state.name.lower(), **_numbers(one.stats)} for one in self.engines]
+        return {**_numbers(total(self.engines)), "tokens_per_s": self.tokens_per_s(), "engines": each}
 
     def orca(self, form: str) -> str:
         """The load in ORCA's words, in the form that a request asks for; empty: in none that there is."""
-        stats = self.engine_status.stats
+        stats = total(self.engines)
         load = {"kv_cache_usage_perc": _usage(stats), "num_requests_waiting": stats.num_waiting}
         if form.upper() == "JSON":
             return f"JSON {json.dumps({'named_metrics': load})}"
@@ -223,15 +225,24 @@ class _Pauses(Collector):
 
 
 class _EngineNumbers(Collector):
-    """What the engine told last."""
+    """What each engine told last."""
 
-    def __init__(self, model_name: str, engine_status: EngineStatus) -> None:
+    def __init__(self, model_name: str, engines: Sequence[EngineStatus]) -> None:
         self.model_name = model_name
-        self.engine_status = engine_status
+        self.engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        s, engine_status = self.engine_status.stats, self.engine_status
+        families: dict[str, Metric] = {}
+        for number, engine in enumerate(self.engines):
+            for family in self._collect(str(number), engine):
+                if (known := families.setdefault(family.name, family)) is not family:
+                    known.samples += family.samples
+        yield from families.values()
+
+    def _collect(self, number: str, engine_status: EngineStatus) -> Iterator[Metric]:
+        s = engine_status.stats
         gauges = (
+            ("hex_llm:engine_serves", "1: it does.", engine_status.state is EngineState.SERVING),
             ("vllm:num_requests_running", "Sequences in execution.", s.num_running),
             ("vllm:num_requests_waiting", "Sequences waiting to be processed.", s.num_waiting),
             ("vllm:kv_cache_usage_perc", "KV-cache usage; 1 is all of it.", _usage(s)),
@@ -244,7 +255,6 @@ class _EngineNumbers(Collector):
             ("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", s.num_prefix_queries),
             ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", s.num_prefix_hits),
             ("vllm:num_preemptions", "Preemptions.", s.num_preemptions),
-            ("vllm:admission_rejections", "Requests turned away.", engine_status.num_refused),
             ("vllm:estimated_flops_per_gpu", "Floating point operations of a device.", s.num_flops),
             ("hex_llm:padding_tokens", "Tokens that steps wasted on padding.", s.num_padding),
             ("hex_llm:late_compiles", "Programs compiled after the warm-up.", s.num_late_compiles),
@@ -252,24 +262,23 @@ class _EngineNumbers(Collector):
         )
         for kind, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, about, value in numbers:
-                family = kind(name, about, labels=["model_name"])
-                family.add_metric([self.model_name], value)
+                family = kind(name, about, labels=["model_name", "engine"])
+                family.add_metric([self.model_name, number], value)
                 yield family
-        reasons = ["model_name", "reason"]
+        reasons = ["model_name", "engine", "reason"]
         waiting = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", "Why they wait.", labels=reasons)
-        waiting.add_metric([self.model_name, "capacity"], s.num_waiting)
+        waiting.add_metric([self.model_name, number, "capacity"], s.num_waiting)
         yield waiting
-        yield self._cache_config(s)
-        labels = ["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        yield self._cache_config(number, s, engine_status.limits)
+        labels = ["model_name", "engine", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         adapters = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
         most = str(engine_status.limits.max_adapters if engine_status.limits else 0)
         names = (",".join(one) for one in (s.running_adapters, s.waiting_adapters))
-        adapters.add_metric([self.model_name, most, *names], time.time())
+        adapters.add_metric([self.model_name, number, most, *names], time.time())
         yield adapters
 
-    def _cache_config(self, stats: Stats) -> Metric:
-        limits = self.engine_status.limits
-        told = {"model_name": self.model_name, "num_gpu_blocks": str(stats.num_blocks)}
+    def _cache_config(self, number: str, stats: Stats, limits: Limits | None) -> Metric:
+        told = {"model_name": self.model_name, "engine": number, "num_gpu_blocks": str(stats.num_blocks)}
         if limits is not None:
             num_tokens = stats.num_blocks * limits.block_size
             told["block_size"], told["kv_cache_size_tokens"] = str(limits.block_size), str(num_tokens)
@@ -277,6 +286,16 @@ class _EngineNumbers(Collector):
         info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=list(told))
         info.add_metric(list(told.values()), 1)
         return info
+
+
+def _numbers(stats: Stats) -> dict[str, Any]:
+    queries = stats.num_prefix_queries
+    return {
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "kv_usage": _usage(stats),
+        "prefix_hit_rate": stats.num_prefix_hits / queries if queries else None,
+    }
 
 
 def _usage(stats: Stats) -> float:
@@ -299,7 +318,7 @@ def routes(backend: Backend, metrics: Metrics) -> APIRouter:
 
     @router.get("/stats")
     async def stats() -> dict[str, Any]:
-        """The state of the engine in a few numbers."""
+        """The state of the engines in a few numbers."""
         about = {"model": backend.model_name, "max_model_len": backend.max_len, "version": __version__}
         return {**metrics.now(), **about}
 

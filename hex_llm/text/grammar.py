@@ -9,6 +9,7 @@ Not known here: requests, sampling, the model.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -64,28 +65,23 @@ class Compiled:
 
 @dataclass(eq=False)
 class _Entry:
-    """What is known of one grammar: nothing yet, and who waits for it; it compiled; or why it does not."""
+    """What is known of one grammar, and who waits for it."""
 
     wanted: StructuredOutputs
     waiting: list[Future[Matcher]] = field(default_factory=list)
-    compiled: Compiled | None = None
-    refusal: HexError | None = None
-    until: float = 0.0  # which the refusal is remembered
+    outcome: Compiled | HexError | None = None  # None: not known yet
+    until: float = math.inf  # which a refusal is remembered
 
     @property
     def num_bytes(self) -> int:
-        return REFUSAL_BYTES if self.compiled is None else self.compiled.num_bytes
-
-    @property
-    def is_done(self) -> bool:
-        return self.compiled is not None or self.refusal is not None
+        return self.outcome.num_bytes if isinstance(self.outcome, Compiled) else REFUSAL_BYTES
 
     def tell(self, future: Future[Matcher], vocabulary: Vocabulary) -> None:
         with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
-            if self.compiled is not None:
-                future.set_result(self.compiled.matcher(vocabulary))
+            if isinstance(self.outcome, Compiled):
+                future.set_result(self.outcome.matcher(vocabulary))
             else:
-                future.set_exception(self.refusal)
+                future.set_exception(self.outcome)
 
 
 class GrammarFactory:
@@ -121,12 +117,12 @@ class GrammarFactory:
         key = sha256(msgspec.json.encode(wanted)).digest()
         with self._lock:
             entry = self.entries.get(key)
-            if entry is None or (entry.refusal is not None and entry.until < time.monotonic()):
+            if entry is None or entry.until < time.monotonic():
                 self._forget(key)
                 entry = self.entries[key] = _Entry(wanted)
                 self._threads[self.quick].submit(self._try, key, entry, self.quick)
             self.entries.move_to_end(key)
-            if not entry.is_done:
+            if entry.outcome is None:
                 entry.waiting.append(done)
                 return done
         entry.tell(done, self._vocabulary)
@@ -156,9 +152,9 @@ class GrammarFactory:
             if "late" in answer and trial is self.quick:
                 self._try_slowly(key, entry)
                 return
-            entry.compiled = self._compile(entry.wanted, answer)
+            entry.outcome = self._compile(entry.wanted, answer)
         except Exception as error:  # whatever it does to us, it ends those requests only
-            entry.refusal = (
+            entry.outcome = (
                 error if isinstance(error, HexError) else HexError(f"{_PARAM}: {one_line(str(error))}")
             )
             entry.until = time.monotonic() + REFUSED_S * isinstance(error, InvalidRequest)
@@ -195,12 +191,12 @@ class GrammarFactory:
         for key, one in list(self.entries.items()):
             if self.num_bytes <= KEPT_BYTES:
                 return
-            if one.is_done:
+            if one.outcome is not None:
                 self._forget(key)
 
     def _forget(self, key: bytes) -> None:
         entry = self.entries.pop(key, None)
-        if entry is not None and entry.is_done:
+        if entry is not None and entry.outcome is not None:
             self.num_bytes -= entry.num_bytes
 
 

@@ -105,15 +105,9 @@ class Stream:
 
     def _num_begun(self, marks: tuple[str, ...]) -> int:
         """Characters at the end of the text that may be the first ones of a mark."""
-        return 0 if self.ended else max(map(self._num_begun_of, marks), default=0)
-
-    def _num_begun_of(self, mark: str) -> int:
-        start = max(self._at, len(self._text) - len(mark) + 1)
-        while (start := self._text.find(mark[0], start)) >= 0:
-            if mark.startswith(self._text[start:]):
-                return len(self._text) - start
-            start += 1
-        return 0
+        most = 0 if self.ended else min(len(self._text) - self._at, max(map(len, marks), default=0))
+        ends = (self._text[-num:] for num in range(most, 0, -1))
+        return next((len(end) for end in ends if any(mark.startswith(end) for mark in marks)), 0)
 
     # ---- JSON
 

@@ -75,6 +75,7 @@ class Slow:
     """The package knows nothing of the tokens added to its model: these are cut out of the text first."""
 
     longest = None  # its normalizer may leave out any number of spaces
+    has_bytes = True
 
     def __init__(
         self, model: SentencePieceModel, added: Mapping[int, AddedToken], bos: str | None, eos: str | None
@@ -89,6 +90,8 @@ class Slow:
         self.pattern = _any_of(added.values())
         self.vocab_size = max([len(model.pieces) - 1, *added]) + 1
         self.num_pieces = len(model.pieces)
+        unknown = {i for i in range(self.num_pieces) if self.processor.is_unknown(i)}
+        self.special_ids = {i for i, token in added.items() if token.special} | unknown - set(added)
         self.start, self.end = ([] if token is None else [self.ids[token]] for token in (bos, eos))
 
     def token_id(self, token: str) -> int | None:

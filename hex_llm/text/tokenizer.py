@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,14 @@ class Codec(Protocol):
     def longest(self) -> tuple[int, bytes] | None:
         """Bytes of text that a token stands for at most, and bytes that no token stands for, which are left
         out; None: a token may stand for any number."""
+
+    @property
+    def special_ids(self) -> AbstractSet[int]:
+        """Of tokens that stand for no text."""
+
+    @property
+    def has_bytes(self) -> bool:
+        """A token adds the same bytes to every text that has begun."""
 
     @property
     def prefix(self) -> str:
@@ -151,7 +160,9 @@ class Fast:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size()
         self._join = " ".join if tokenizer.decoder is None else tokenizer.decoder.decode
-        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        state = tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else ""
+        self.has_bytes = re.search(r'"type":\s*"(ByteLevel|ByteFallback|Metaspace)"', state) is not None
         self._bytes: dict[int, bytes] = {}
         self.prefix = self._running("▁a").removesuffix(self._join(["▁a"]))
         self.longest = bpe.longest_token(tokenizer)
@@ -174,7 +185,7 @@ class Fast:
             yield token_id, *(encoding.token_to_chars(i) or (0, 0))
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes:
-        if skip_special_tokens and token_id in self._special:
+        if skip_special_tokens and token_id in self.special_ids:
             return b""
         if token_id not in self._bytes:
             token = self.tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None

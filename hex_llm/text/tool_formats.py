@@ -361,29 +361,20 @@ class Mistral(ToolParser):
         yield from self._stream.expect("ARGS]")
 
 
+class _JsonWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(_JSON_WORDS[node.id])
+
+
 def _python_arguments(source: str) -> str | None:
     """As JSON, if they are keywords with plain data. Nothing of it is run."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes that are none
             call = ast.parse(f"f{source}", mode="eval").body
         assert isinstance(call, ast.Call)
-        arguments = {keyword.arg: _python_value(keyword.value) for keyword in call.keywords}
+        values = {keyword.arg: _JsonWords().visit(keyword.value) for keyword in call.keywords}
+        arguments = {name: ast.literal_eval(value) for name, value in values.items()}
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):
         return None
     return None if call.args or None in arguments or not is_unicode(text) else text
-
-
-def _python_value(node: ast.expr | None) -> Any:
-    match node:
-        case ast.Constant(value):
-            return value
-        case ast.List(items) | ast.Tuple(items):
-            return [_python_value(item) for item in items]
-        case ast.Dict(keys, values):
-            return {_python_value(k): _python_value(v) for k, v in zip(keys, values, strict=True)}
-        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)):
-            return -value
-        case ast.Name(name) if name in _JSON_WORDS:
-            return _JSON_WORDS[name]
-    raise ValueError

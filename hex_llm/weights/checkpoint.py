@@ -10,6 +10,11 @@ import numpy as np
 Slices = tuple[slice, ...]  # one per axis, step 1
 
 
+def bounded(index: Slices, shape: tuple[int, ...]) -> Slices:
+    """The same cuts with a start and a stop."""
+    return tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))
+
+
 class Tensor(Protocol):
     """A tensor that lies in a file; nothing is read before `read`."""
 

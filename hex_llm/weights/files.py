@@ -1,13 +1,15 @@
-"""Which of a model's files are wanted, whatever place they come from, and what a disk's refusal means."""
+"""Which of a model's files are wanted, whatever place they come from, and what a disk does or refuses."""
 
 from __future__ import annotations
 
 import errno
 import fnmatch
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from hex_llm.errors import SourceError
 
@@ -83,6 +85,15 @@ def some(names: list[str], prefix: str = "") -> str:
 
 def folder_or_gguf(paths: list[Path]) -> Path:
     return paths[0] if paths[0].suffix == ".gguf" else paths[0].parent
+
+
+def read_into(view: memoryview, file: BinaryIO, start: int) -> None:
+    """Fills it with the bytes from `start` on. EOFError: the file was cut short."""
+    while view:
+        count = os.preadv(file.fileno(), [view], start)
+        if not count:
+            raise EOFError
+        view, start = view[count:], start + count
 
 
 @contextmanager

@@ -1,19 +1,23 @@
-"""The block formats of GGUF files as codes, scales and offsets (see grouped.py).
+"""How values lie in GGUF files: as floats, or in blocks of codes, scales and offsets (see grouped.py).
 
-In all of them a weight is a code times its group's scale, and in some plus an offset. Bytes of a block lie in
-the order in which they are taken apart here.
+In all block formats a weight is a code times its group's scale, and in some plus an offset. Bytes of a block
+lie in the order in which they are taken apart here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from hex_llm.weights.grouped import Form
 
 Array = np.ndarray[Any, Any]
+
+_AT_ONCE = 1 << 17  # values that are made of codes: the temporaries then stay in the cache
 
 
 class Blocks(NamedTuple):
@@ -40,26 +44,17 @@ def _bits(raw: Array) -> Array:
     return np.unpackbits(raw, axis=1, bitorder="little")
 
 
-def _q4_0(raw: Array) -> Blocks:
-    (scale,), rest = _floats(raw, 1)
-    return Blocks(_nibbles(rest, 16), scale)
+def _q4(raw: Array, num_floats: int) -> Blocks:
+    """A scale, of Q4_1 and Q5_1 an offset, and 32 codes."""
+    floats, rest = _floats(raw, num_floats)
+    return Blocks(_nibbles(rest, 16), *floats)
 
 
-def _q4_1(raw: Array) -> Blocks:
-    (scale, offset), rest = _floats(raw, 2)
-    return Blocks(_nibbles(rest, 16), scale, offset)
-
-
-def _q5_0(raw: Array) -> Blocks:
-    (scale,), rest = _floats(raw, 1)
+def _q5(raw: Array, num_floats: int) -> Blocks:
+    """The same with a fifth bit of each code before the others."""
+    floats, rest = _floats(raw, num_floats)
     codes = _nibbles(rest[:, 4:], 16) | _bits(rest[:, :4]) << 4
-    return Blocks(codes.view(np.int8) - np.int8(16), scale)
-
-
-def _q5_1(raw: Array) -> Blocks:
-    (scale, offset), rest = _floats(raw, 2)
-    codes = _nibbles(rest[:, 4:], 16) | _bits(rest[:, :4]) << 4
-    return Blocks(codes.view(np.int8), scale, offset)
+    return Blocks(codes.view(np.int8) - np.int8(16 if num_floats == 1 else 0), *floats)
 
 
 def _q8_0(raw: Array) -> Blocks:
@@ -95,14 +90,44 @@ def _q6_k(raw: Array) -> Blocks:
     return Blocks(codes.view(np.int8) - np.int8(32), scale * scales)
 
 
-# By the format's name: its form, and what takes blocks [n, bytes] apart.
-BLOCKS: dict[str, tuple[Form, Callable[[Array], Blocks]]] = {
-    "Q4_0": (Form(4, 32, zero=8), _q4_0),
-    "Q4_1": (Form(4, 32, has_offsets=True), _q4_1),
-    "Q5_0": (Form(8, 32), _q5_0),
-    "Q5_1": (Form(8, 32, has_offsets=True), _q5_1),
-    "Q8_0": (Form(8, 32), _q8_0),
-    "Q4_K": (Form(4, 32, has_offsets=True), _q4_k),
-    "Q5_K": (Form(8, 32, has_offsets=True), _q5_k),
-    "Q6_K": (Form(8, 16), _q6_k),
+class Format(NamedTuple):
+    """`size` bytes of the file hold `block` values."""
+
+    name: str
+    block: int
+    size: int
+    dtype: np.dtype[Any]  # of the values
+    form: Form | None = None  # None: these lie there as they are
+    take_apart: Callable[[Array], Blocks] | None = None  # blocks [n, size]
+
+    def values(self, raw: Array) -> Array:
+        """[n, values] of rows [n, bytes] of whole blocks."""
+        if self.form is None or self.take_apart is None:
+            return raw.view(self.dtype)
+        blocks = raw.reshape(-1, self.size)
+        out = np.empty((len(blocks), self.block // self.form.group, self.form.group), np.float32)
+        step = _AT_ONCE // self.block
+        for i in range(0, len(blocks), step):
+            codes, scales, offsets = self.take_apart(blocks[i : i + step])
+            part = out[i : i + step]
+            np.subtract(codes.reshape(part.shape), np.float32(self.form.zero), out=part)
+            part *= scales[..., None]
+            if offsets is not None:
+                part += offsets[..., None]
+        return out.reshape(len(raw), -1)
+
+
+_F32 = np.dtype("<f4")
+FORMATS = {
+    0: Format("F32", 1, 4, _F32),
+    1: Format("F16", 1, 2, np.dtype("<f2")),
+    2: Format("Q4_0", 32, 18, _F32, Form(4, 32, zero=8), partial(_q4, num_floats=1)),
+    3: Format("Q4_1", 32, 20, _F32, Form(4, 32, has_offsets=True), partial(_q4, num_floats=2)),
+    6: Format("Q5_0", 32, 22, _F32, Form(8, 32), partial(_q5, num_floats=1)),
+    7: Format("Q5_1", 32, 24, _F32, Form(8, 32, has_offsets=True), partial(_q5, num_floats=2)),
+    8: Format("Q8_0", 32, 34, _F32, Form(8, 32), _q8_0),
+    12: Format("Q4_K", 256, 144, _F32, Form(4, 32, has_offsets=True), _q4_k),
+    13: Format("Q5_K", 256, 176, _F32, Form(8, 32, has_offsets=True), _q5_k),
+    14: Format("Q6_K", 256, 210, _F32, Form(8, 16), _q6_k),
+    30: Format("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
 }

@@ -1,8 +1,7 @@
 """The GGUF file format: a header of keys and tensor places, then the tensors, mostly quantized in blocks.
 
 The header is read here rather than by `gguf.GGUFReader`, which takes 4 s for a vocabulary of 49k and follows
-counts and lengths without checking them; the formulas of the block formats are the `gguf` package's. What the
-keys and the tensors mean for a model is not known here.
+counts and lengths without checking them. What the keys and the tensors mean for a model is not known here.
 """
 
 from __future__ import annotations
@@ -13,45 +12,20 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
-import ml_dtypes
 import numpy as np
 
 from hex_llm.errors import ModelError
 from hex_llm.weights.checkpoint import Slices
-from hex_llm.weights.gguf_blocks import BLOCKS, Blocks
-from hex_llm.weights.grouped import Form
+from hex_llm.weights.files import read_into
+from hex_llm.weights.gguf_blocks import FORMATS, Format
+from hex_llm.weights.grouped import Form, PartName
 
 Array = np.ndarray[Any, Any]
 Metadata = Mapping[str, Any]  # scalars and strings as Python values, arrays as list[str] or numpy arrays
 
 _HEADER_LIMIT = 1 << 26  # a vocabulary of 262k tokens with its merges takes 16 MB
-_DEQUANTIZED_AT_ONCE = 1 << 17  # values; the temporaries then stay in the cache
-
-
-class Format(NamedTuple):
-    """How a tensor's values lie in the file: `size` bytes hold `block` values."""
-
-    name: str
-    block: int
-    size: int
-
-
-FORMATS = {
-    0: Format("F32", 1, 4),
-    1: Format("F16", 1, 2),
-    2: Format("Q4_0", 32, 18),
-    3: Format("Q4_1", 32, 20),
-    6: Format("Q5_0", 32, 22),
-    7: Format("Q5_1", 32, 24),
-    8: Format("Q8_0", 32, 34),
-    12: Format("Q4_K", 256, 144),
-    13: Format("Q5_K", 256, 176),
-    14: Format("Q6_K", 256, 210),
-    30: Format("BF16", 1, 2),
-}
-_PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 _SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -96,83 +70,41 @@ class GGUFTensor:
     def _read_rows(self, rows: Array, columns: slice) -> Array:
         start, stop, _ = columns.indices(self.shape[-1])
         if not rows.size or start >= stop:
-            return np.zeros((rows.size, max(stop - start, 0)), _PLAIN.get(self.format.name, np.float32))
-        first = start // self.format.block
-        values = _values(self._raw(rows, slice(first, first + self._num_blocks(start, stop))), self.format)
-        values = values[:, start - first * self.format.block : stop - first * self.format.block]
+            return np.zeros((rows.size, max(stop - start, 0)), self.format.dtype)
+        raw, first = self._raw(rows, start, stop)
+        values = self.format.values(raw)[:, start - first : stop - first]
         return values - np.float32(self.added) if self.added else np.ascontiguousarray(values)
 
     @property
     def form(self) -> Form | None:
         """See grouped.GroupedTensor."""
-        is_plain = self.format.name not in BLOCKS or len(self.shape) != 2 or self.added
-        return None if is_plain else BLOCKS[self.format.name][0]
+        return None if len(self.shape) != 2 or self.added else self.format.form
 
-    def read_codes(self, index: Slices) -> Array:
-        start, stop, _ = index[1].indices(self.shape[1])
-        blocks, first = self._blocks(index[0], start, stop)
-        codes = blocks.codes.reshape(-1, blocks.codes.shape[1] * self._num_blocks(start, stop))
-        return np.ascontiguousarray(codes[:, start - first : stop - first])
+    def read_part(self, name: PartName, rows: slice, columns: slice, group: int) -> Array:
+        assert self.format.form is not None
+        assert self.format.take_apart is not None
+        raw, first = self._raw(self._rows_in_file(rows), columns.start * group, columns.stop * group)
+        numbers: Array = getattr(self.format.take_apart(raw.reshape(-1, self.format.size)), name)
+        numbers = numbers.reshape(len(raw), -1)
+        if name == "codes":
+            return np.ascontiguousarray(numbers[:, columns.start - first : columns.stop - first])
+        inputs = np.arange(columns.start, columns.stop) * group
+        return numbers.take((inputs - first) // self.format.form.group, axis=1)
 
-    def read_scales(self, rows: slice, inputs: Array) -> Array:
-        return self._of_groups("scales", rows, inputs)
-
-    def read_offsets(self, rows: slice, inputs: Array) -> Array:
-        return self._of_groups("offsets", rows, inputs)
-
-    def _of_groups(self, part: str, rows: slice, inputs: Array) -> Array:
-        start, stop = int(inputs[0]), int(inputs[-1]) + 1
-        blocks, first = self._blocks(rows, start, stop)
-        numbers: Array = getattr(blocks, part)
-        groups = numbers.reshape(-1, numbers.shape[1] * self._num_blocks(start, stop))
-        return groups.take((inputs - first) // BLOCKS[self.format.name][0].group, axis=1)
-
-    def _num_blocks(self, start: int, stop: int) -> int:
-        return -(-stop // self.format.block) - start // self.format.block
-
-    def _blocks(self, rows: slice, start: int, stop: int) -> tuple[Blocks, int]:
-        """Those that hold these inputs of some rows, and where the first begins."""
-        first = start // self.format.block
-        raw = self._raw(self._rows_in_file(rows), slice(first, first + self._num_blocks(start, stop)))
-        take_apart = BLOCKS[self.format.name][1]
-        return take_apart(raw.reshape(-1, self.format.size)), first * self.format.block
-
-    def _raw(self, rows: Array, blocks: slice) -> Array:
-        """The bytes [rows, ...] of these rows of the file and blocks of each."""
+    def _raw(self, rows: Array, start: int, stop: int) -> tuple[Array, int]:
+        """The bytes [rows, ...] of the blocks that hold these inputs, of rows of the file; and the first
+        input of those."""
+        _, block, size, *_ = self.format
         low, high = int(rows.min()), int(rows.max()) + 1
-        raw = self._bytes(low, high).reshape(high - low, self.row_bytes)
-        raw = raw[:, blocks.start * self.format.size : blocks.stop * self.format.size]
-        return np.ascontiguousarray(raw[rows - low] if self.heads else raw)
-
-    def _bytes(self, low: int, high: int) -> Array:
-        out = np.empty((high - low) * self.row_bytes, np.uint8)
-        view, start = out.data, self.offset + low * self.row_bytes
-        done = 0
-        while done < len(view):
-            count = os.preadv(self.file.fileno(), [view[done:]], start + done)
-            if not count:
-                raise ModelError(
-                    f"{self.path}: ends inside of tensor {self.name}; it was cut short while loading"
-                )
-            done += count
-        return out
-
-
-def _values(raw: Array, form: Format) -> Array:
-    """The values of rows of whole blocks."""
-    if form.name in _PLAIN:
-        return raw.view(_PLAIN[form.name])
-    import gguf
-
-    kind = gguf.GGMLQuantizationType[form.name]
-    blocks = raw.reshape(-1, form.size)
-    out = np.empty((len(blocks), form.block), np.float32)
-    step = _DEQUANTIZED_AT_ONCE // form.block
-    for i in range(0, len(blocks), step):
-        # As one row: the package goes over 16 rows at a time, which for short rows is mostly overhead.
-        row = gguf.quants.dequantize(blocks[i : i + step].reshape(-1), kind)
-        out[i : i + step] = row.reshape(-1, form.block)
-    return out.reshape(len(raw), -1)
+        raw = np.empty((high - low, self.row_bytes), np.uint8)
+        try:
+            read_into(raw.reshape(-1).data, self.file, self.offset + low * self.row_bytes)
+        except EOFError:
+            raise ModelError(
+                f"{self.path}: ends inside of tensor {self.name}; it was cut short while loading"
+            ) from None
+        raw = raw[:, start // block * size : -(-stop // block) * size]
+        return np.ascontiguousarray(raw[rows - low] if self.heads else raw), start // block * block
 
 
 def read_gguf(path: Path) -> tuple[Metadata, dict[str, GGUFTensor]]:

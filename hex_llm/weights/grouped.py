@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
-from hex_llm.weights.checkpoint import Slices
+from hex_llm.weights.checkpoint import Slices, bounded
 
 Array = np.ndarray[Any, Any]
 
@@ -31,6 +31,9 @@ class Form(NamedTuple):
         return np.dtype(np.uint8 if self.bits == 4 else np.int8)
 
 
+PartName = Literal["codes", "scales", "offsets"]
+
+
 class GroupedTensor(Protocol):
     """A matrix [outputs, inputs]; also a checkpoint.Tensor, whose `read` gives floats."""
 
@@ -42,21 +45,15 @@ class GroupedTensor(Protocol):
         """None: it is read as floats only."""
         ...
 
-    def read_codes(self, index: Slices) -> Array: ...
-
-    def read_scales(self, rows: slice, inputs: Array) -> Array:
-        """[rows, inputs] float32: of the groups of these inputs."""
+    def read_part(self, name: PartName, rows: slice, columns: slice, group: int) -> Array:
+        """[rows, columns]: the codes (`group` is 1), or the scales or offsets in float32 of so many inputs
+        each, which are no more than share one."""
         ...
-
-    def read_offsets(self, rows: slice, inputs: Array) -> Array: ...
 
 
 def form_of(tensor: object) -> Form | None:
     form: Form | None = getattr(tensor, "form", None)
     return form
-
-
-PartName = Literal["codes", "scales", "offsets"]
 
 
 @dataclass(frozen=True)
@@ -65,17 +62,13 @@ class Part:
 
     tensor: GroupedTensor
     name: PartName
-    group: int  # of inputs; may be finer than the tensor's own
+    group: int  # of inputs: 1 for codes; may be finer than the tensor's own
 
     @property
     def shape(self) -> tuple[int, int]:
         outputs, inputs = self.tensor.shape
-        return outputs, inputs if self.name == "codes" else inputs // self.group
+        return outputs, inputs // self.group
 
     def read(self, index: Slices, integers: np.dtype[Any] | None = None) -> Array:
-        if self.name == "codes":
-            return self.tensor.read_codes(index)
-        rows, columns = (slice(*cut.indices(size)[:2]) for cut, size in zip(index, self.shape, strict=True))
-        inputs = np.arange(columns.start, columns.stop) * self.group
-        read = self.tensor.read_scales if self.name == "scales" else self.tensor.read_offsets
-        return read(rows, inputs)
+        rows, columns = bounded(index, self.shape)
+        return self.tensor.read_part(self.name, rows, columns, self.group)

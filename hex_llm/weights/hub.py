@@ -11,18 +11,28 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import HfApi, constants, get_cached_repo_tree, get_session, set_client_factory
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_cached_repo_tree,
+    get_session,
+    hf_hub_url,
+    set_client_factory,
+)
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 from huggingface_hub.utils import logging as hub_logging
 
 from hex_llm.errors import SourceError
 from hex_llm.weights.files import WantedFiles, choose, folder_or_gguf, like, refusals, some
+from hex_llm.weights.safetensors import MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
     import httpx2
 
 SILENCE_S = 2.0  # a connection that brings no byte for so long is given up; the library adds its pauses
 TRIES = 2
+HEAD_BYTES = {".safetensors": 1 << 17, ".gguf": 32 << 20}  # in which most headers end
 ONE_AT_A_TIME = threading.Lock()  # threads of a process: what follows changes the library for all of them
 
 
@@ -57,6 +67,46 @@ def fetch_from_hub(
         wish.check_size(sum(entry.size for entry in tree if entry.path in chosen), repo)
         paths = [hub.hf_hub_download(repo, name, revision=commit, cache_dir=cache) for name in chosen]
         return folder_or_gguf([Path(path) for path in paths])
+
+
+def headers_from_hub(
+    repo: str, file: str | None, revision: str | None, token: str | None, wish: WantedFiles, folder: Path
+) -> Path:
+    """The model as fetch_from_hub finds it, in `folder`, with no more than the beginning of its large files:
+    the rest of them is a hole, which takes no room and reads as zeros."""
+    hub = _hub(token)
+    with _bounded_hub(repo, revision):
+        commit = hub.resolve_revision(repo, revision=revision).resolved
+        sizes = {one.path: getattr(one, "size", 0) for one in hub.list_repo_tree(repo, revision=commit)}
+        chosen = [file] if file else choose(sizes, wish, repo, ":")
+        for name in (one for one in chosen if "/" not in one):
+            suffix = Path(name).suffix
+            if suffix in HEAD_BYTES:
+                _write_head(folder / name, sizes.get(name, 0), hf_hub_url(repo, name, revision=commit), token)
+            elif suffix == ".json" and "tokenizer" not in name:
+                hub.hf_hub_download(repo, name, revision=commit, local_dir=folder)
+        return folder_or_gguf([folder / chosen[0]])
+
+
+def _write_head(path: Path, size: int, url: str, token: str | None) -> None:
+    data = _first_bytes(url, HEAD_BYTES[path.suffix], token)
+    length = 8 + int.from_bytes(data[:8], "little")
+    if path.suffix == ".safetensors" and len(data) < length < min(size, MAX_HEADER_BYTES):
+        data = _first_bytes(url, length, token)
+    with path.open("wb") as out:
+        out.write(data)
+        out.truncate(size)
+
+
+def _first_bytes(url: str, num: int, token: str | None) -> bytes:
+    headers, data = {**build_hf_headers(token=token or None), "range": f"bytes=0-{num - 1}"}, bytearray()
+    with get_session().stream("GET", url, headers=headers) as reply:
+        hf_raise_for_status(reply)
+        for piece in reply.iter_bytes():
+            data += piece
+            if len(data) >= num:  # of a server that knows no ranges, too
+                break
+    return bytes(data[:num])
 
 
 def _hub(token: str | None) -> HfApi:

@@ -1,21 +1,21 @@
 """Quantized matrices as files hold them: numbers of a few bits in words, and the scales of their groups.
 
-Unpacking and expanding are apart: `QuantizedTensor.unpack` gives the numbers of a stretch with its scales and
-zero points, which is all that a product needs; `Unpacked.expand` makes floats of them. All is seen as
-[outputs, inputs], however it lies in the file. Which tensors belong together is known to `quantized.py`.
+All is seen as [outputs, inputs], however it lies in the file. Which tensors belong together is known to
+`quantized.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
 from hex_llm.errors import ModelError
-from hex_llm.weights.checkpoint import Slices
-from hex_llm.weights.grouped import Form
+from hex_llm.weights.checkpoint import Slices, bounded
+from hex_llm.weights.grouped import Form, PartName
 from hex_llm.weights.safetensors import INTEGERS, SafeTensor
 
 Array = np.ndarray[Any, Any]
@@ -97,51 +97,9 @@ class Nested:
 
 
 @dataclass(frozen=True)
-class Exponents:
-    """Powers of two, by their exponents and 127."""
-
-    tensor: SafeTensor
-
-    def read(self, rows: slice, columns: slice) -> Array:
-        return stored(self.tensor, rows, columns).view(ml_dtypes.float8_e8m0fnu)
-
-
-@dataclass(frozen=True)
-class Unpacked:
-    """A stretch [N, K] of a matrix. The value of code c with scale s and zero point z is
-    (c - z) * s * unit, or table[c] * s."""
-
-    codes: Array  # [N, K]: whole numbers, or floats of 8 bits
-    scales: Array  # [A, B]: of the groups that the stretch touches
-    rows: Array  # [N]: each output's group, as a row of `scales`
-    columns: Array  # [K]: each input's, as a column
-    zeros: Array | int  # [A, B], or the same everywhere
-    table: Array | None
-    unit: float
-
-    def expand(self) -> Array:
-        """Each value [N, K], rounded to float32 once for each of the operations above."""
-        values = self.codes.astype(F32) if self.table is None else self.table.take(self.codes)
-        if not isinstance(self.zeros, int):
-            values -= self._of_each(self.zeros)
-        elif self.zeros:
-            values -= F32.type(self.zeros)
-        values *= self._of_each(self.scales)
-        if self.unit != 1:
-            values *= F32.type(self.unit)
-        return values
-
-    def _of_each(self, groups: Array) -> Array:
-        """[N, K], in memory as the codes are: of two orders, an operation takes twenty times as long."""
-        groups = groups.astype(F32)
-        if self.codes.strides[0] < self.codes.strides[1]:
-            return groups.T[:, self.rows].take(self.columns, axis=0).T
-        return groups[self.rows].take(self.columns, axis=1)
-
-
-@dataclass(frozen=True)
 class QuantizedTensor:
-    """A matrix [outputs, inputs] of a quantized checkpoint; see checkpoint.Tensor."""
+    """A matrix [outputs, inputs] of a quantized checkpoint; see checkpoint.Tensor. The value of a code with
+    scale s and zero point z is (code - z) * s * unit, or table[code] * s."""
 
     name: str
     shape: tuple[int, int]
@@ -154,10 +112,25 @@ class QuantizedTensor:
     unit: float = 1.0
 
     def read(self, index: Slices, integers: np.dtype[Any] | None = None) -> Array:
-        """float32; reads only the words, scales and zero points that `index` touches."""
+        """float32, rounded once for each of the operations above; reads only the words, scales and zero
+        points that `index` touches."""
         if integers is not None:
             raise ModelError(f"{self.name} is quantized: it cannot be read as {integers.name}")
-        return self.unpack(index).expand()
+        rows, columns = bounded(index, self.shape)
+        codes = self.codes.read(rows, columns)
+        values = codes.astype(F32) if self.table is None else self.table.take(codes)
+        # In memory as the values are: of two orders, an operation takes twenty times as long.
+        place = partial(
+            self._at, rows, self._groups_of(columns), turned=values.strides[0] < values.strides[1]
+        )
+        if not isinstance(self.zeros, int):
+            values -= place(self.zeros)
+        elif self.zeros:
+            values -= F32.type(self.zeros)
+        values *= place(self.scales)
+        if self.unit != 1:
+            values *= F32.type(self.unit)
+        return values
 
     @property
     def form(self) -> Form | None:
@@ -182,42 +155,26 @@ class QuantizedTensor:
         """What codes of 8 bits are less than in the file, where they have no sign."""
         return 128 if isinstance(self.codes, Packed) and self.codes.bits == 8 else 0
 
-    def read_codes(self, index: Slices) -> Array:
-        codes = self.codes.read(*self._bounds(index))
-        return (codes ^ 128).view(np.int8) if self._moved else codes
-
-    def read_scales(self, rows: slice, inputs: Array) -> Array:
-        return self._groups_at(self.scales, rows, inputs) * F32.type(self.unit)
-
-    def read_offsets(self, rows: slice, inputs: Array) -> Array:
+    def read_part(self, name: PartName, rows: slice, columns: slice, group: int) -> Array:
+        if name == "codes":
+            codes = self.codes.read(rows, columns)
+            return (codes ^ 128).view(np.int8) if self._moved else codes
+        groups = np.arange(columns.start, columns.stop) * group // self.block[1]
+        scales = self._at(rows, groups, self.scales) * F32.type(self.unit)
+        if name == "scales":
+            return scales
         assert not isinstance(self.zeros, int), f"{self.name} has no offsets"
-        zeros = self._groups_at(self.zeros, rows, inputs) - self._moved
-        return -zeros * self.read_scales(rows, inputs)
+        return (self._moved - self._at(rows, groups, self.zeros)) * scales
 
-    def _groups_at(self, grid: Grid, rows: slice, inputs: Array) -> Array:
+    def _at(self, rows: slice, groups: Array, grid: Grid, turned: bool = False) -> Array:
+        """float32 of each of these outputs and of inputs of these groups; turned: one input after another in
+        memory."""
         in_rows, group_rows = _within(np.arange(rows.start, rows.stop) // self.block[0])
-        in_columns, group_columns = _within(inputs // self.block[1])
-        return grid.read(group_rows, group_columns).astype(F32)[in_rows][:, in_columns]
-
-    def _bounds(self, index: Slices) -> tuple[slice, slice]:
-        rows, columns = (slice(*cut.indices(size)[:2]) for cut, size in zip(index, self.shape, strict=True))
-        return rows, columns
-
-    def unpack(self, index: Slices) -> Unpacked:
-        """What the file holds of the stretch, groups that it cuts included whole."""
-        rows, columns = self._bounds(index)
-        in_rows, group_rows = _within(np.arange(rows.start, rows.stop) // self.block[0])
-        in_columns, group_columns = _within(self._groups_of(columns))
-        zeros = self.zeros
-        return Unpacked(
-            self.codes.read(rows, columns),
-            self.scales.read(group_rows, group_columns),
-            in_rows,
-            in_columns,
-            zeros if isinstance(zeros, int) else zeros.read(group_rows, group_columns),
-            self.table,
-            self.unit,
-        )
+        in_columns, group_columns = _within(groups)
+        found = grid.read(group_rows, group_columns).astype(F32)
+        if turned:
+            return found.T[:, in_rows].take(in_columns, axis=0).T
+        return found[in_rows].take(in_columns, axis=1)
 
     def _groups_of(self, columns: slice) -> Array:
         size = self.block[1]

@@ -5,7 +5,8 @@ What is not supported is refused here by its name. The tensors are found by `qua
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,10 +107,6 @@ def _fp8(c: HFConfig) -> tuple[Scheme, ...]:
     return (Scheme(8, _block(c, "weight_block_size"), is_float=True),)
 
 
-def _fbgemm_fp8(c: HFConfig) -> tuple[Scheme, ...]:
-    return (Scheme(8, CHANNEL, is_float=True),)
-
-
 def _compressed_tensors(c: HFConfig) -> tuple[Scheme, ...]:
     _one_of("quantization_status", c.get("quantization_status", "compressed"), "compressed")
     for key in ("sparsity_config", "transform_config"):
@@ -153,7 +150,7 @@ METHODS: dict[str, Callable[[HFConfig], tuple[Scheme, ...]]] = {
     "gptq": _gptq,
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm_fp8,
+    "fbgemm_fp8": lambda c: (Scheme(8, CHANNEL, is_float=True),),
     "mxfp4": lambda c: (Scheme(4, (1, 32), packed=True, is_float=True),),
     "compressed-tensors": _compressed_tensors,
 }
@@ -168,15 +165,10 @@ def _block(c: HFConfig, key: str) -> tuple[int, int]:
     value = c.get(key)
     sizes = value.split("x") if isinstance(value, str) else value
     if isinstance(sizes, list) and len(sizes) == 2:
-        rows, columns = _whole_numbers(sizes)
-        return HFConfig({key: rows}).integer(key), HFConfig({key: columns}).integer(key)
+        numbers = [int(s) if isinstance(s, str) and re.fullmatch("[0-9]{1,9}", s) else s for s in sizes]
+        outputs, inputs = (HFConfig({key: number}).integer(key) for number in numbers)
+        return outputs, inputs
     raise ModelError(f"quantization_config: {key}={shown(value)} must be two whole numbers")
-
-
-def _whole_numbers(sizes: list[Any]) -> Iterator[Any]:
-    return (
-        int(s) if isinstance(s, str) and s.isascii() and s.isdecimal() and len(s) < 10 else s for s in sizes
-    )
 
 
 def _one_of(key: str, value: Any, *known: Any) -> Any:

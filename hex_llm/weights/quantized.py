@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hex_llm.errors import ModelError
 from hex_llm.models.hf_config import shown
 from hex_llm.weights.checkpoint import Checkpoint
-from hex_llm.weights.packing import E2M1, F32, Exponents, Grid, Nested, Packed, Plain, QuantizedTensor, stored
+from hex_llm.weights.packing import E2M1, F32, Grid, Nested, Packed, Plain, QuantizedTensor, stored
 from hex_llm.weights.quantization import Quantization, Scheme
 from hex_llm.weights.safetensors import FLOATS, INTEGERS, SafeTensor
 
@@ -87,11 +88,11 @@ class _Module:
             )
         return tensor.viewed(*shape)
 
-    def scales(self, shape: tuple[int, int], *parts: str) -> SafeTensor:
+    def scales(self, *parts: str) -> SafeTensor:
         tensor = self.part(*parts)
         if tensor.dtype not in FLOATS:
             raise ModelError(f"{tensor.name!r:.120} holds {tensor.dtype}, but scales must be floats")
-        return self.shaped(tensor, *shape)
+        return tensor
 
     def divided(self, size: int | None, inputs: int) -> int:
         """The size of groups of inputs; None: all are one."""
@@ -113,40 +114,68 @@ def _built(module: _Module, quantization: Quantization) -> QuantizedTensor:
     raise error
 
 
-def _awq(module: _Module, scheme: Scheme) -> QuantizedTensor:
-    """qweight [K, N/8] and qzeros [K/G, N/8] with an order of their own in each word, scales [K/G, N]."""
-    words = module.matrix("qweight", "I32")
-    (inputs, packed), num = words.shape, len(AWQ_SHIFTS)
-    outputs = packed * num
+class _Words(NamedTuple):
+    """How a method calls the parts of a matrix whose codes share words, as its zero points do for several
+    outputs; and how they lie in the file."""
+
+    codes: str
+    scales: str
+    zeros: str
+    groups: str  # of each input
+    axis: int  # along which codes share a word: 0, outputs; 1, inputs
+    transposed: bool = False  # [inputs, outputs]
+    shifts: tuple[int, ...] = ()  # where in a word each number begins; (): in order
+
+
+# qweight [K, N/8], qzeros [K/G, N/8], scales [K/G, N]
+AWQ = _Words("qweight", "scales", "qzeros", "", axis=0, transposed=True, shifts=AWQ_SHIFTS)
+# qweight [K/8, N], qzeros [K/G, N/8], scales [K/G, N], g_idx [K]; of 8 bits, 4 for 8
+GPTQ = _Words("qweight", "scales", "qzeros", "g_idx", axis=1, transposed=True)
+# weight_packed [N, K/8], weight_scale [N, K/G], weight_zero_point [N/8, K/G], with weight_shape
+COMPRESSED = _Words("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", axis=1)
+
+
+def _packed(layout: _Words, module: _Module, scheme: Scheme) -> QuantizedTensor:
+    words, shifts = module.matrix(layout.codes, "I32"), layout.shifts or tuple(range(0, 32, scheme.bits))
+    outputs, inputs = _shape_of(module, words, layout, len(shifts))
     size = module.divided(scheme.block[1], inputs)
-    zeros = None
-    if not scheme.symmetric or module.optional("qzeros"):
-        zeros = module.shaped(module.matrix("qzeros", "I32"), inputs // size, packed)
+
+    def shaped(tensor: SafeTensor, rows: int, columns: int) -> SafeTensor:
+        return module.shaped(tensor, *((columns, rows) if layout.transposed else (rows, columns)))
+
+    def packed(tensor: SafeTensor, rows: int, columns: int, axis: int, added: int = 0) -> Packed:
+        counts = [rows, columns]
+        counts[axis] = -(-counts[axis] // len(shifts))
+        in_file = 1 - axis if layout.transposed else axis
+        return Packed(shaped(tensor, *counts), scheme.bits, shifts, in_file, layout.transposed, added)
+
+    zeros: Grid | int = 1 << (scheme.bits - 1)  # all numbers are stored as if half of their range were added
+    if not scheme.symmetric or module.optional(layout.zeros):
+        stored_zeros = module.matrix(layout.zeros, "I32")
+        zeros = packed(stored_zeros, outputs, inputs // size, axis=0, added=scheme.zeros_less)
     return QuantizedTensor(
         module.name,
         (outputs, inputs),
-        Packed(words, scheme.bits, AWQ_SHIFTS, axis=1, transposed=True),
-        Plain(module.scales((inputs // size, outputs), "scales"), transposed=True),
+        packed(words, outputs, inputs, layout.axis),
+        Plain(shaped(module.scales(layout.scales), outputs, inputs // size), layout.transposed),
         (1, size),
-        8 if zeros is None else Packed(zeros, scheme.bits, AWQ_SHIFTS, axis=1, transposed=True),
+        zeros,
+        _act_order(module, layout.groups, inputs, size),
     )
 
 
-def _gptq(module: _Module, scheme: Scheme) -> QuantizedTensor:
-    """qweight [K/8, N], qzeros [K/G, N/8], scales [K/G, N], g_idx [K]; of 8 bits, 4 for 8."""
-    words, shifts = module.matrix("qweight", "I32"), _in_order(scheme.bits)
-    inputs, outputs = words.shape[0] * len(shifts), words.shape[1]
-    size = module.divided(scheme.block[1], inputs)
-    zeros = module.shaped(module.matrix("qzeros", "I32"), inputs // size, -(-outputs // len(shifts)))
-    return QuantizedTensor(
-        module.name,
-        (outputs, inputs),
-        Packed(words, scheme.bits, shifts, axis=0, transposed=True),
-        Plain(module.scales((inputs // size, outputs), "scales"), transposed=True),
-        (1, size),
-        Packed(zeros, scheme.bits, shifts, axis=1, transposed=True, added=scheme.zeros_less),
-        _act_order(module, "g_idx", inputs, size),
-    )
+def _shape_of(module: _Module, words: SafeTensor, layout: _Words, per_word: int) -> tuple[int, int]:
+    """Outputs and inputs, which need not fill their words where the file tells them."""
+    if layout is not COMPRESSED:
+        shape = list(words.shape[::-1])
+        shape[layout.axis] *= per_word
+        return shape[0], shape[1]
+    shape = stored(module.shaped(module.part("weight_shape"), 2)).tolist()
+    if not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ModelError(
+            f"{module.name!r:.120}: weight_shape={shown(shape)} is no shape: download the model again"
+        )
+    return shape[0], shape[1]
 
 
 def _act_order(module: _Module, name: str, inputs: int, size: int) -> SafeTensor | None:
@@ -159,48 +188,8 @@ def _act_order(module: _Module, name: str, inputs: int, size: int) -> SafeTensor
     return None if is_in_order else groups
 
 
-def _in_order(bits: int) -> tuple[int, ...]:
-    return tuple(range(0, 32, bits))
-
-
 def _compressed(module: _Module, scheme: Scheme) -> QuantizedTensor:
-    return _compressed_packed(module, scheme) if scheme.packed else _scaled(module, scheme)
-
-
-def _compressed_packed(module: _Module, scheme: Scheme) -> QuantizedTensor:
-    """weight_packed [N, K/8], weight_scale [N, K/G], weight_zero_point [N/8, K/G], with weight_shape; all
-    numbers are stored as if half of their range were added."""
-    words, shifts = module.matrix("weight_packed", "I32"), _in_order(scheme.bits)
-    outputs, inputs = _shape_of(module)
-    size = module.divided(scheme.block[1], inputs)
-    zeros = _zeros(module, scheme)
-    return QuantizedTensor(
-        module.name,
-        (outputs, inputs),
-        Packed(module.shaped(words, outputs, -(-inputs // len(shifts))), scheme.bits, shifts, axis=1),
-        Plain(module.scales((outputs, inputs // size), "weight_scale")),
-        (1, size),
-        1 << (scheme.bits - 1)
-        if zeros is None
-        else Packed(
-            module.shaped(zeros, -(-outputs // len(shifts)), inputs // size), scheme.bits, shifts, axis=0
-        ),
-        _act_order(module, "weight_g_idx", inputs, size),
-    )
-
-
-def _shape_of(module: _Module) -> tuple[int, int]:
-    shape = stored(module.shaped(module.part("weight_shape"), 2)).tolist()
-    if not all(isinstance(n, int) and n > 0 for n in shape):
-        raise ModelError(
-            f"{module.name!r:.120}: weight_shape={shown(shape)} is no shape: download the model again"
-        )
-    return shape[0], shape[1]
-
-
-def _zeros(module: _Module, scheme: Scheme) -> SafeTensor | None:
-    name = "weight_zero_point"
-    return module.optional(name) if scheme.symmetric else module.part(name)
+    return _packed(COMPRESSED, module, scheme) if scheme.packed else _scaled(module, scheme)
 
 
 def _scaled(module: _Module, scheme: Scheme) -> QuantizedTensor:
@@ -209,12 +198,13 @@ def _scaled(module: _Module, scheme: Scheme) -> QuantizedTensor:
     outputs, inputs = weight.shape
     block = scheme.block[0] or max(outputs, 1), scheme.block[1] or max(inputs, 1)
     grid = -(-outputs // block[0]), -(-inputs // block[1])
-    zeros = _zeros(module, scheme)
+    name = "weight_zero_point"
+    zeros = module.optional(name) if scheme.symmetric else module.part(name)
     return QuantizedTensor(
         module.name,
         (outputs, inputs),
         Plain(weight),
-        Plain(module.scales(grid, "weight_scale", "weight_scale_inv")),
+        Plain(module.shaped(module.scales("weight_scale", "weight_scale_inv"), *grid)),
         block,
         0 if zeros is None else Plain(module.shaped(zeros, *grid)),
     )
@@ -233,7 +223,7 @@ def _rows_of_bytes(module: _Module) -> QuantizedTensor:
             f"{form.name!r:.120} is not that of plain rows: save the model with a newer bitsandbytes"
         )
     outputs, inputs = weight.shape
-    scales = module.scales((outputs, 1), "SCB")
+    scales = module.shaped(module.scales("SCB"), outputs, 1)
     return QuantizedTensor(
         module.name, (outputs, inputs), Plain(weight), Plain(scales), (1, max(inputs, 1)), unit=1 / 127
     )
@@ -266,9 +256,9 @@ def _block_scales(module: _Module, state: Mapping[str, Any], grid: tuple[int, in
     """absmax, of floats or, quantized once more, of bytes; both in a row."""
     num, run = math.prod(grid), state["nested_blocksize"]
     if module.part("weight.absmax").dtype != "U8":
-        return Plain(module.scales((num, 1), "weight.absmax").viewed(*grid))
+        return Plain(module.shaped(module.scales("weight.absmax"), num).viewed(*grid))
     scales = module.shaped(module.part("weight.absmax"), num).viewed(*grid)
-    nested = module.scales((-(-num // run), 1), "weight.nested_absmax").viewed(-(-num // run))
+    nested = module.shaped(module.scales("weight.nested_absmax"), -(-num // run))
     table = stored(module.shaped(module.part("weight.nested_quant_map"), 256)).astype(F32)
     return Nested(scales, table, nested, run, state["nested_offset"])
 
@@ -314,15 +304,15 @@ def mxfp4(name: str, blocks: SafeTensor, scales: SafeTensor) -> QuantizedTensor:
         name,
         (rows, inputs),
         Packed(blocks.viewed(rows, inputs // 2), 4, (0, 4), axis=1),
-        Exponents(scales.viewed(rows, groups)),
+        Plain(replace(scales, dtype="F8_E8M0").viewed(rows, groups)),
         (1, MX_GROUP),
         table=E2M1,
     )
 
 
 BUILDERS: dict[str, Callable[[_Module, Scheme], QuantizedTensor]] = {
-    "awq": _awq,
-    "gptq": _gptq,
+    "awq": partial(_packed, AWQ),
+    "gptq": partial(_packed, GPTQ),
     "bitsandbytes": _bitsandbytes,
     "fp8": _scaled,
     "fbgemm_fp8": _scaled,

@@ -22,7 +22,7 @@ import numpy as np
 
 from hex_llm.errors import ModelError
 from hex_llm.weights.checkpoint import Checkpoint, Slices
-from hex_llm.weights.files import PICKLES, like
+from hex_llm.weights.files import PICKLES, like, read_into
 
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 16 << 20  # one of 91,000 tensors takes 9 MB
@@ -97,15 +97,12 @@ class SafeTensor:
         return math.prod(map(len, outer)), (first + sum(steps) for steps in itertools.product(*outer))
 
     def _fill(self, view: memoryview, start: int) -> None:
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(self.file.fileno(), [view[done:]], start + done)
-            except OSError as error:
-                raise _unreadable(self.path, error) from error
-            if not count:
-                raise _broken(self.path, "it was cut short while being read")
-            done += count
+        try:
+            read_into(view, self.file, start)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        except EOFError:
+            raise _broken(self.path, "it was cut short while being read") from None
 
 
 def open_safetensors(folder: Path) -> Checkpoint:

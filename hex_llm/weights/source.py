@@ -17,7 +17,16 @@ from hex_llm.config import EngineConfig
 from hex_llm.errors import SourceError
 from hex_llm.weights.bucket import fetch_from_bucket
 from hex_llm.weights.default_model import fetch_default
-from hex_llm.weights.files import CONFIG, MODEL, TOKENIZER, WantedFiles, choose, disk_problem, folder_or_gguf
+from hex_llm.weights.files import (
+    CONFIG,
+    MODEL,
+    TOKENIZER,
+    WantedFiles,
+    choose,
+    disk_problem,
+    folder_or_gguf,
+    like,
+)
 
 HUB_NAME = re.compile(
     r"(?P<repo>(?:\w[\w.-]*/)?\w[\w.-]*)(?:@(?P<commit>[0-9a-f]{40}))?(?::(?P<file>.+\.gguf))?", re.ASCII
@@ -50,6 +59,29 @@ def fetch(
         if model.startswith("gs://"):
             return fetch_from_bucket(model, private_folder(cache_dir / "gs"), wish)
         return _from_disk(model, wish)
+
+
+def fetch_headers(config: EngineConfig, folder: Path) -> tuple[Path, bool]:
+    """What `fetch` gives for the config's model, without its weights where these are far away: of the hub's,
+    the headers, put into `folder`; of a bucket's, and where there are none, only config.json, which True
+    tells."""
+    model = config.model
+    if model is not None and (name := _hub_name(model)):
+        from hex_llm.weights.hub import headers_from_hub
+
+        with _disk_problems(model):
+            commit = name["commit"] or config.revision
+            return headers_from_hub(name["repo"], name["file"], commit, config.hf_token, MODEL, folder), False
+    if model is not None and Path(model).suffix == ".json":
+        (folder / "config.json").symlink_to(Path(model).expanduser().absolute())
+        return folder, True
+    is_bare = (
+        model is not None
+        and os.path.isdir(path := os.path.expanduser(model))
+        and not like(os.listdir(path), "*.safetensors", "*.gguf")
+    )
+    config_only = is_bare or (model or "").startswith("gs://")
+    return fetch_for(config, model, config_only=config_only), config_only
 
 
 def fetch_for(config: EngineConfig, model: str | None, **only: bool) -> Path:

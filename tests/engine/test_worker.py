@@ -276,7 +276,8 @@ from tests.server.fakes import *
 async def run():
     client = EngineClient(EngineConfig(skip_tokenizer_init=True), command=fake_worker(sys.argv[1]))
     starting = asyncio.create_task(client.start())
-    while client.supervisor.process is None or not client.supervisor.process.is_running:
+    supervisor = client.replicas[0].supervisor
+    while supervisor.process is None or not supervisor.process.is_running:
         await asyncio.sleep(0.01)
     if "FakeEngine" in sys.argv[1]:
         await starting
@@ -284,7 +285,7 @@ async def run():
         await asyncio.sleep(0.1)
     else:
         await asyncio.sleep(1)
-    print(client.supervisor.process.pid, client.supervisor.process.folder, flush=True)
+    print(supervisor.process.pid, supervisor.process.folder, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(run())

@@ -25,12 +25,15 @@ SHORT = SamplingParams(max_tokens=1)
 
 
 def with_client(
-    test: Callable[[EngineClient], Awaitable[None]], load: str = "FakeEngine()", **settings: float
+    test: Callable[[EngineClient], Awaitable[None]],
+    load: str = "FakeEngine()",
+    config: EngineConfig = CONFIG,
+    **settings: float,
 ) -> None:
     """`settings` are attributes of the client."""
 
     async def run() -> None:
-        client = EngineClient(CONFIG, "fake", fake_worker(load))
+        client = EngineClient(config, "fake", fake_worker(load))
         for name, value in settings.items():
             setattr(client, name, value)
         assert not client.ready
@@ -38,14 +41,14 @@ def with_client(
             await asyncio.wait_for(client.start(), 30)
             assert client.ready
             client.tokenizer = byte_tokenizer()
-            worker = process_of(client)
+            workers = [process_of(client, i) for i in range(len(client.replicas))]
             await asyncio.wait_for(test(client), 60)
         finally:
-            assert client.supervisor.process is not None
-            folder = client.supervisor.process.folder
+            folders = [one.supervisor.process.folder for one in client.replicas if one.supervisor.process]
             await client.stop(5)
-        assert not worker.is_running()
-        assert not folder.exists()
+        assert not any(worker.is_running() for worker in workers)
+        assert len(folders) == len(workers)
+        assert not any(folder.exists() for folder in folders)
         with pytest.raises(EngineStopped):
             await complete(client, [5], SHORT)
 
@@ -61,9 +64,10 @@ async def complete(
     return generation.output()
 
 
-def process_of(client: EngineClient) -> psutil.Process:
-    assert client.supervisor.process is not None
-    return psutil.Process(client.supervisor.process.pid)
+def process_of(client: EngineClient, replica: int = 0) -> psutil.Process:
+    process = client.replicas[replica].supervisor.process
+    assert process is not None
+    return psutil.Process(process.pid)
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -100,7 +100,7 @@ def test_stop_strings_end_choices_here_and_in_the_engine(tmp_path: Path) -> None
         assert [choice.stop_reason for choice in output.outputs] == ["ba", "ba"]
         await until(lambda: "idle" in journal.read_text())
         assert sorted(journal.read_text().split("\n"))[1:] == ["add", "idle", "stop 0", "stop 1"]
-        assert client.engine_status.num_steps < 100
+        assert client.replicas[0].status.num_steps < 100
 
     with_client(test, f"FakeEngine(Path({str(journal)!r}), step_s=0.01)")
 
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_told_to_its_caller_alone() -> None:
         assert "0x7f" not in str(odd.value)
         assert len((await bystander).outputs[0].token_ids) == 50
         assert client.ready
-        assert not client.requests
+        assert not client.replicas[0].requests
 
     with_client(test, "FakeEngine(step_s=0.01)")
 
@@ -150,7 +150,7 @@ def test_an_engine_judges_requests_for_itself() -> None:
 def test_a_full_queue_is_told() -> None:
     async def test(client: EngineClient) -> None:
         first = asyncio.create_task(complete(client, [5], LONG))
-        await until(lambda: client.engine_status.num_steps)
+        await until(lambda: client.replicas[0].status.num_steps)
         with pytest.raises(QueueFull):
             await complete(client, [5], SHORT)
         first.cancel()
@@ -210,7 +210,7 @@ def test_many_streams_lose_no_token() -> None:
 
     async def test(client: EngineClient) -> None:
         await asyncio.gather(*(read(client, number) for number in range(64)))
-        assert not client.requests
+        assert not client.replicas[0].requests
 
     with_client(test)
 
@@ -249,24 +249,24 @@ def test_cancelling_aborts_at_every_stage(stage: str, stream: bool, tmp_path: Pa
         if stage == "encoding":
             await asyncio.sleep(0)
         elif stage == "queued":
-            await until(lambda: client.requests)
+            await until(lambda: client.replicas[0].requests)
         elif stage == "running":
-            await until(lambda: client.engine_status.num_steps > 1)
+            await until(lambda: client.replicas[0].status.num_steps > 1)
         elif stage == "many steps":
-            await until(lambda: client.engine_status.num_steps > 20)
+            await until(lambda: client.replicas[0].status.num_steps > 20)
         elif stage == "last token":
-            await until(lambda: client.engine_status.num_steps >= 4)
+            await until(lambda: client.replicas[0].status.num_steps >= 4)
 
     async def test(client: EngineClient) -> None:
         await complete(client, [9], SHORT)
-        assert client.engine_status.num_steps == 1
+        assert client.replicas[0].status.num_steps == 1
         task = asyncio.create_task(ask(client))
         await reach(client)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await complete(client, [9], SHORT)  # all before it has reached the engine
         await until(lambda: journal.read_text().endswith("idle\n"))
-        assert not client.requests
+        assert not client.replicas[0].requests
         events = journal.read_text().split()
         if stage in ("queued", "running", "many steps"):
             assert events.count("abort") == 1
@@ -313,7 +313,8 @@ class Watching(Observer):
 
 def test_an_observer_is_told_of_each_request() -> None:
     async def test(client: EngineClient) -> None:
-        watching = client.statistics.observer = Watching()
+        watching = Watching()
+        client.observe(watching)
         await complete(client, [7, 8], SamplingParams(max_tokens=2, n=2))
         assert watching.told[:-1] == ["began", "first"]
         assert watching.steps == [(2, 0), (2, 2)]
@@ -348,19 +349,19 @@ def test_an_observer_is_told_of_each_request() -> None:
 
 def test_work_is_pending_until_the_engine_has_told_its_end() -> None:
     async def test(client: EngineClient) -> None:
-        assert client.engine_status.stalled_s == 0
+        assert client.replicas[0].status.stalled_s == 0
         await complete(client, [5], SamplingParams(max_tokens=2, n=2))
         with pytest.raises(HexError):
             await complete(client, [FAILS_TO_ADD], SHORT)
-        assert client.engine_status.num_pending == 0
-        assert client.engine_status.memory == "memory: none"
+        assert client.replicas[0].status.num_pending == 0
+        assert client.replicas[0].status.memory == "memory: none"
         task = asyncio.create_task(complete(client, [HANGS], SHORT))
-        await until(lambda: client.engine_status.num_pending)
+        await until(lambda: client.replicas[0].status.num_pending)
         task.cancel()  # that nobody waits any more does not make the engine well
         await asyncio.sleep(0.5)
-        assert not client.requests
-        assert client.engine_status.num_pending == 1
-        assert 0.4 < client.engine_status.stalled_s < 5
+        assert not client.replicas[0].requests
+        assert client.replicas[0].status.num_pending == 1
+        assert 0.4 < client.replicas[0].status.stalled_s < 5
         await client.stop(0.1)
 
     with_client(test, step_timeout_s=0)
@@ -395,10 +396,10 @@ def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         client = EngineClient(CONFIG, "fake", fake_worker(load))
         starting = asyncio.create_task(client.start())
-        await until(lambda: client.engine_status.progress.startswith("Compiling"))
-        assert client.engine_status.progress.endswith("/20")
+        await until(lambda: client.replicas[0].status.progress.startswith("Compiling"))
+        assert client.replicas[0].status.progress.endswith("/20")
         await starting
-        assert client.engine_status.progress == ""
+        assert client.replicas[0].status.progress == ""
         await client.stop(5)
 
     asyncio.run(asyncio.wait_for(run(), 30))

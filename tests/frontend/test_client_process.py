@@ -40,13 +40,13 @@ def assert_all_stopped(outcomes: list[Any]) -> None:
 def test_a_killed_engine_ends_every_request(sign: signal.Signals) -> None:
     async def test(client: EngineClient) -> None:
         tasks = [asyncio.create_task(complete(client, [i], LONG)) for i in range(5, 55)]
-        await until(lambda: client.engine_status.num_steps > 3)
+        await until(lambda: client.replicas[0].status.num_steps > 3)
         started = time.monotonic()
         os.kill(process_of(client).pid, sign)
         assert_all_stopped(await asyncio.gather(*tasks, return_exceptions=True))
         assert time.monotonic() - started < 25
         assert not client.ready
-        assert not client.requests
+        assert not client.replicas[0].requests
         with pytest.raises(EngineStopped, match="restarted"):
             await complete(client, [5], SHORT)
 
@@ -58,14 +58,14 @@ def test_a_dead_engine_is_started_again(tmp_path: Path) -> None:
         for _ in range(2):
             dead = process_of(client)
             task = asyncio.create_task(complete(client, [5], LONG))
-            await until(lambda: client.engine_status.num_pending and client.engine_status.num_steps)
+            await until(lambda: client.replicas[0].status.num_pending and client.replicas[0].status.num_steps)
             dead.kill()
             with pytest.raises(EngineStopped):
                 await task
             assert not client.ready
             await until(lambda: client.ready)
             assert process_of(client).pid != dead.pid
-            assert client.engine_status.num_pending == 0
+            assert client.replicas[0].status.num_pending == 0
             output = await complete(client, "hello", SamplingParams(max_tokens=None))
             assert output.outputs[0].text == "olleh"
 
@@ -98,11 +98,12 @@ def test_stopping_while_the_engine_is_started_again(tmp_path: Path) -> None:
 
     async def test(client: EngineClient) -> None:
         mark.touch()
-        dead = client.supervisor.process
+        dead = client.replicas[0].supervisor.process
         process_of(client).kill()
         await until(
             lambda: (
-                client.engine_status.state is EngineState.RESTARTING and client.supervisor.process is not dead
+                client.replicas[0].status.state is EngineState.RESTARTING
+                and client.replicas[0].supervisor.process is not dead
             )
         )
 
@@ -134,7 +135,7 @@ def test_an_engine_that_hangs_is_killed_in_the_end() -> None:
 def test_shutting_down_answers_every_request() -> None:
     async def test(client: EngineClient) -> None:
         task = asyncio.create_task(complete(client, [5], LONG))
-        await until(lambda: client.engine_status.num_steps)
+        await until(lambda: client.replicas[0].status.num_steps)
         client.fail(EngineState.SHUTTING_DOWN)
         with pytest.raises(EngineStopped, match="shutting down"):
             await task
@@ -146,15 +147,15 @@ def test_malformed_reports_are_dropped() -> None:
     async def test(client: EngineClient) -> None:
         task = asyncio.create_task(complete(client, [5], LONG))
         draw = random.Random(0)
-        process = client.supervisor.process
+        process = client.replicas[0].supervisor.process
         assert process is not None
-        stranger = process.context.socket(zmq.PUSH)
+        stranger = process.link.context.socket(zmq.PUSH)
         stranger.set(zmq.SNDHWM, 0)
         stranger.connect(report_address(process.folder))
         for _ in range(10_000):
             stranger.send(draw.randbytes(draw.randint(0, 200)))
         assert len((await task).outputs[0].token_ids) == 4000
-        await until(lambda: process.reader.num_malformed == 10_000)
+        await until(lambda: process.link.reader.num_malformed == 10_000)
         assert client.ready
         stranger.close(linger=0)
 
@@ -182,8 +183,8 @@ def test_a_failure_to_load_is_raised(load: str, kind: type[HexError], message: s
         assert (type(caught.value), str(caught.value)) == (kind, message)
         assert not client.ready
         await client.stop(5)
-        assert client.supervisor.process is not None
-        assert not client.supervisor.process.folder.exists()
+        assert client.replicas[0].supervisor.process is not None
+        assert not client.replicas[0].supervisor.process.folder.exists()
 
     asyncio.run(run())
 
@@ -192,7 +193,9 @@ def test_loading_can_be_given_up() -> None:
     async def run() -> None:
         client = EngineClient(CONFIG, "fake", fake_worker("time.sleep(600)"))
         starting = asyncio.create_task(client.start())
-        await until(lambda: client.supervisor.process and client.supervisor.process.is_running)
+        await until(
+            lambda: client.replicas[0].supervisor.process and client.replicas[0].supervisor.process.is_running
+        )
         worker = process_of(client)
         with pytest.raises(EngineStopped, match="being loaded"):
             await complete(client, [5], SHORT)

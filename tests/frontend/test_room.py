@@ -15,27 +15,30 @@ from hex_llm.config import EngineConfig
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull
 from hex_llm.flag_fields import MAX_INT
 from hex_llm.frontend.client import EngineClient
-from hex_llm.frontend.requests import Room
+from hex_llm.frontend.requests import Places, Room
 from hex_llm.sampling_params import SamplingParams
 from tests.frontend.clients import LONG, SHORT, complete, process_of, until, with_client
 from tests.server.fakes import FAILS_TO_ADD, ByteCodec, byte_tokenizer
 
 
 def test_what_alone_is_too_much_is_never_let_in() -> None:
-    room = Room()
+    places, others = Places(), Places()
+    room = Room(places, others)
     room.check(4, 4)
     with pytest.raises(InvalidRequest, match=r"5 sequences .* at most 4 \(--max_concurrent_requests\)"):
         room.check(5, 4)
     with room.preparing(2):
         with pytest.raises(QueueFull):
             room.check(3, 4)
-        room.send("a", 2)
-    assert room.num_sequences == 2
-    room.settle("a", 1)
-    room.settle("never was", 1)
-    assert (room.num_sequences, room.num_requests) == (1, 1)
-    room.settle("a", 5)
-    assert (room.num_sequences, room.num_requests) == (0, 0)
+        places.send("a", 2)
+    others.send("b", 1)
+    assert room.num_sequences == 3
+    places.settle("a", 1)
+    places.settle("never was", 1)
+    others.clear()
+    assert (room.num_sequences, places.num_requests) == (1, 1)
+    places.settle("a", 5)
+    assert (room.num_sequences, places.num_requests) == (0, 0)
 
 
 def test_a_full_server_says_so_though_its_engine_is_stopped() -> None:
@@ -45,10 +48,10 @@ def test_a_full_server_says_so_though_its_engine_is_stopped() -> None:
         codec = ByteCodec()
         client.tokenizer = byte_tokenizer(codec=codec)
         tasks = [asyncio.create_task(complete(client, [5], LONG)) for _ in range(3)]
-        await until(lambda: client.engine_status.num_steps > 3)
+        await until(lambda: client.replicas[0].status.num_steps > 3)
         os.kill(process_of(client).pid, signal.SIGSTOP)
         tasks.append(asyncio.create_task(complete(client, [5], LONG)))
-        await until(lambda: client.engine_status.num_pending == 4)
+        await until(lambda: client.replicas[0].status.num_pending == 4)
         started = time.monotonic()
         for _ in range(100):
             with pytest.raises(QueueFull, match="no more than 4"):
@@ -63,7 +66,7 @@ def test_a_full_server_says_so_though_its_engine_is_stopped() -> None:
         with pytest.raises(QueueFull):
             await complete(client, [5], SHORT)
         os.kill(process_of(client).pid, signal.SIGCONT)
-        await until(lambda: client.requests.room.num_sequences == 0)
+        await until(lambda: client.room.num_sequences == 0)
         await complete(client, "text", SHORT)
 
     with_client(test, "FakeEngine(step_s=0.01, max_sequences=4)")
@@ -106,9 +109,9 @@ def test_no_place_is_lost() -> None:
                 process_of(client).kill()
             await asyncio.gather(*asking)
             await until(lambda: client.ready)
-            await until(lambda: client.requests.room.num_sequences == 0)
-            assert client.engine_status.num_pending == 0
-            assert not client.requests
+            await until(lambda: client.room.num_sequences == 0)
+            assert client.replicas[0].status.num_pending == 0
+            assert not client.replicas[0].requests
         await complete(client, [5] * 60, SamplingParams(n=50, max_tokens=1))
 
     with_client(test, "FakeEngine(step_s=0.005, max_sequences=50)")
@@ -117,12 +120,12 @@ def test_no_place_is_lost() -> None:
 def test_places_are_free_again_when_the_engine_has_gone() -> None:
     async def test(client: EngineClient) -> None:
         tasks = [asyncio.create_task(complete(client, [5], LONG)) for _ in range(4)]
-        await until(lambda: client.engine_status.num_steps)
+        await until(lambda: client.replicas[0].status.num_steps)
         process_of(client).kill()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(end, EngineStopped) for end in ends)
         await until(lambda: client.ready)
-        assert client.requests.room.num_sequences == 0
+        assert client.room.num_sequences == 0
         await complete(client, [5] * 9, SamplingParams(n=4))
 
     with_client(test, "FakeEngine(step_s=0.01, max_sequences=4)")

@@ -30,14 +30,14 @@ async def assert_serves_again(client: EngineClient, dead: psutil.Process) -> Non
     await until(lambda: client.ready)
     assert process_of(client).pid != dead.pid
     assert seconds_until_gone([dead]) < 5
-    assert client.engine_status.num_pending == 0
+    assert client.replicas[0].status.num_pending == 0
     assert len((await complete(client, [5], SHORT)).outputs[0].token_ids) == 1
 
 
 def test_a_stopped_engine_is_ended_and_replaced() -> None:
     async def test(client: EngineClient) -> None:
         streams = [asyncio.create_task(read(client, LONG)) for _ in range(6)]
-        await until(lambda: client.engine_status.num_steps > 3)
+        await until(lambda: client.replicas[0].status.num_steps > 3)
         dead, stopped = process_of(client), time.monotonic()
         os.kill(dead.pid, signal.SIGSTOP)
         late = asyncio.create_task(complete(client, [5], SHORT))
@@ -52,7 +52,7 @@ def test_a_stopped_engine_is_ended_and_replaced() -> None:
 def test_an_engine_that_is_stopped_for_a_while_loses_nothing() -> None:
     async def test(client: EngineClient) -> None:
         streams = [asyncio.create_task(read(client, LONG)) for _ in range(3)]
-        await until(lambda: client.engine_status.num_steps > 3)
+        await until(lambda: client.replicas[0].status.num_steps > 3)
         worker = process_of(client)
         os.kill(worker.pid, signal.SIGSTOP)
         await asyncio.sleep(3)
@@ -116,7 +116,7 @@ def test_a_long_step_within_its_time_is_left_in_peace(load: str, step_timeout_s:
         worker = process_of(client)
         task = asyncio.create_task(complete(client, [5], SHORT))
         await asyncio.sleep(4)
-        stalled_s = client.engine_status.stalled_s
+        stalled_s = client.replicas[0].status.stalled_s
         assert len((await task).outputs[0].token_ids) == 1
         assert process_of(client).pid == worker.pid
         # A step within its allowance is no stall; if there is none, who watches the server must judge.
@@ -138,7 +138,7 @@ def test_a_front_end_that_slept_blames_nobody() -> None:
     async def test(client: EngineClient) -> None:
         worker = process_of(client)
         stream = asyncio.create_task(read(client, LONG))
-        await until(lambda: client.engine_status.num_steps > 3)
+        await until(lambda: client.replicas[0].status.num_steps > 3)
         os.kill(worker.pid, signal.SIGSTOP)  # both sleep, as on a laptop that is shut
         time.sleep(2 * STUCK_S)
         os.kill(worker.pid, signal.SIGCONT)

@@ -17,7 +17,7 @@ from hex_llm.config import ServerConfig
 from hex_llm.errors import QueueFull, TimedOut
 from hex_llm.frontend.outputs import for_engine
 from hex_llm.frontend.requests import Timeline
-from hex_llm.ipc.stats import EngineStatus
+from hex_llm.ipc.stats import EngineState, EngineStatus
 from hex_llm.logs import JsonLines, TextLines
 from hex_llm.server.app import create_app
 from hex_llm.server.gate import MAX_VALUES, VALUES_PER_KEY
@@ -40,19 +40,20 @@ def make(backend: FakeBackend, **config: Any) -> tuple[FastAPI, Metrics]:
 @pytest.mark.parametrize("path", ["/ping", "/health", "/vertex/health"])
 def test_health_is_judged_by_progress(backend: FakeBackend, path: str) -> None:
     app, metrics = make(backend, health_timeout=10, health_route="/vertex/health")
-    metrics.engine_status.progressed = time.monotonic() - 11
+    metrics.engines[0].state = EngineState.SERVING
+    metrics.engines[0].progressed = time.monotonic() - 11
     assert asked(app, "GET", path).status_code == 200  # nothing is pending
-    metrics.engine_status.num_pending = 1
-    metrics.engine_status.progressed = time.monotonic() - 11  # the first request may take seconds
+    metrics.engines[0].num_pending = 1
+    metrics.engines[0].progressed = time.monotonic() - 11  # the first request may take seconds
     assert "no step for 11 s" in refusal(asked(app, "GET", path), 503)["message"]
     assert asked(app, "POST", COMPLETIONS, json=HELLO[COMPLETIONS]).status_code == 200
-    metrics.engine_status.progressed = time.monotonic() - 9
+    metrics.engines[0].progressed = time.monotonic() - 9
     assert asked(app, "GET", path).status_code == 200
 
 
 def test_who_asks_while_the_model_loads_is_told_how_far_it_is() -> None:
     app, metrics = make(FakeBackend(ready=False))
-    metrics.engine_status.progress = "Compiling 3/80"
+    metrics.engines[0].progress = "Compiling 3/80"
     for path in ("/health", "/stats", "/v1/models"):
         reply = asked(app, "GET", path)
         assert "Compiling 3/80" in refusal(reply, 503)["message"]

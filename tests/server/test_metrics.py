@@ -7,11 +7,12 @@ import time
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hex_llm.config import ServerConfig
 from hex_llm.frontend.requests import Timeline
-from hex_llm.ipc.stats import EngineStatus, Stats
+from hex_llm.ipc.stats import EngineState, EngineStatus, Stats
 from hex_llm.server.app import create_app
 from hex_llm.server.metrics import Metrics
 from tests.server.apps import asked
@@ -97,13 +98,33 @@ def test_what_the_engine_tells() -> None:
     assert found["hex_llm:late_compiles_total"] == 4
     assert found["hex_llm:padding_tokens_total"] == 50
     assert found["hex_llm:engine_steps_total"] == 7
-    assert metrics.now() == {
-        "running": 3,
-        "waiting": 2,
-        "kv_usage": 0.75,
-        "prefix_hit_rate": 0.25,
-        "tokens_per_s": 0,
-    }
+    numbers = {"running": 3, "waiting": 2, "kv_usage": 0.75, "prefix_hit_rate": 0.25}
+    assert metrics.now() == {**numbers, "tokens_per_s": 0, "engines": [{"state": "loading", **numbers}]}
+
+
+def test_engines_are_told_apart_and_summed() -> None:
+    first, second = EngineStatus(state=EngineState.SERVING), EngineStatus(state=EngineState.RESTARTING)
+    first.stats = Stats(num_running=3, num_blocks=100, num_free_blocks=50)
+    second.stats = Stats(num_running=1, num_blocks=100, num_free_blocks=100)
+    metrics = Metrics("fake", first, second)
+    text = generate_latest(metrics.registry).decode()
+    assert 'vllm:num_requests_running{engine="0",model_name="fake"} 3.0' in text
+    assert 'vllm:num_requests_running{engine="1",model_name="fake"} 1.0' in text
+    assert 'hex_llm:engine_serves{engine="1",model_name="fake"} 0.0' in text
+    assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+    now = metrics.now()
+    assert (now["running"], now["kv_usage"]) == (4, 0.25)
+    assert [one["state"] for one in now["engines"]] == ["serving", "restarting"]
+
+
+def test_the_server_is_healthy_while_one_engine_goes_on() -> None:
+    engines = [EngineStatus(state=EngineState.SERVING, num_pending=1, progressed=at) for at in (0.0, 0.0)]
+    metrics = Metrics("fake", *engines)
+    assert metrics.stalled_s > 5
+    engines[1].progressed = time.monotonic()
+    assert metrics.stalled_s < 5
+    engines[1].state = EngineState.FAILED
+    assert metrics.stalled_s > 5
 
 
 def test_the_life_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +210,15 @@ def test_apps_do_not_share_their_numbers() -> None:
                 "kv_usage": 0.0,
                 "prefix_hit_rate": None,
                 "tokens_per_s": 0.0,
+                "engines": [
+                    {
+                        "state": "loading",
+                        "running": 0,
+                        "waiting": 0,
+                        "kv_usage": 0.0,
+                        "prefix_hit_rate": None,
+                    }
+                ],
                 "model": "fake",
                 "max_model_len": 4096,
             },

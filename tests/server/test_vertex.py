@@ -12,6 +12,7 @@ from hex_llm.config import ServerConfig
 from hex_llm.server.app import create_app
 from hex_llm.server.common.body import MAX_PROMPTS
 from hex_llm.types import FinishReason, Update
+from tests.server.apps import asked
 from tests.server.asking import CHAT, GENERATE, HELLO, ask, post, refusal
 from tests.server.fakes import EOS, FakeBackend, byte_tokenizer
 from tests.server.live import live
@@ -111,6 +112,7 @@ MARK = {"@requestFormat": "chatCompletions"}
     "body",
     [
         {**HELLO[CHAT], **MARK},
+        HELLO[CHAT],
         {"instances": [{**HELLO[CHAT], **MARK}]},
         {"instances": [HELLO[CHAT]], **MARK},
     ],
@@ -119,6 +121,16 @@ def test_chats_through_generate(backend: FakeBackend, body: dict[str, Any]) -> N
     reply = post(backend, GENERATE, body)
     chat = reply["predictions"] if "instances" in body else reply
     assert chat["choices"][0]["message"]["content"] == "<user>hello<assistant>"[::-1]
+
+
+def test_any_path_behind_invoke(backend: FakeBackend) -> None:
+    """Vertex AI's prefix; the key is asked for there too."""
+    chat = post(backend, "/invoke/v1/chat/completions", HELLO[CHAT])
+    assert chat["choices"][0]["message"]["content"] == "<user>hello<assistant>"[::-1]
+    app = create_app(backend, ServerConfig(api_key="k"))
+    assert asked(app, "POST", "/invoke/v1/chat/completions", json=HELLO[CHAT]).status_code == 401
+    assert asked(app, "GET", "/invoke/health").status_code == 200
+    assert asked(app, "GET", "/invoked/health").status_code in (401, 404)
 
 
 def test_several_chats_through_generate(backend: FakeBackend) -> None:

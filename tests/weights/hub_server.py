@@ -151,9 +151,10 @@ class Hub(FaultyServer):
         }
         if asked is None:
             return 200, headers, data
-        start = int(asked.removeprefix("bytes=").rstrip("-"))
-        headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        return 206, headers, data[start:]
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last or len(data)), len(data) - 1)
+        headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
+        return 206, headers, data[start : end + 1]
 
     def missing(self, code: str) -> Answer:
         return 404, {"X-Error-Code": code}, b"{}"

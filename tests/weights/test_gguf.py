@@ -25,8 +25,7 @@ from hex_llm.errors import ModelError
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import abstract_weights, declared
 from hex_llm.weights.gguf import GGUFFile, gguf_tokenizer, open_gguf
-from hex_llm.weights.gguf_blocks import BLOCKS
-from hex_llm.weights.gguf_reader import FORMATS
+from hex_llm.weights.gguf_blocks import FORMATS
 from hex_llm.weights.grouped import Form, form_of
 from hex_llm.weights.model_files import open_model
 from hex_llm.weights.source import fetch
@@ -96,16 +95,19 @@ def test_parts_for_products(default_model: Path) -> None:
     assert form_of(checkpoint["model.norm.weight"]) is None
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", [one.name for one in FORMATS.values() if one.form])
 def test_blocks_are_what_the_package_makes_of_them(name: str) -> None:
-    form, take_apart = BLOCKS[name]
     layout = next(one for one in FORMATS.values() if one.name == name)
+    form, take_apart = layout.form, layout.take_apart
+    assert form is not None
+    assert take_apart is not None
     raw = np.random.default_rng(0).integers(0, 256, (200, layout.size), dtype=np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):
         expected = gguf.quants.dequantize(raw.reshape(-1), Q[name]).reshape(200, layout.block)
         codes, scales, offsets = take_apart(raw)
         values = (codes.reshape(200, -1, form.group).astype(np.float32) - form.zero) * scales[..., None]
         values = values if offsets is None else values + offsets[..., None]
+        np.testing.assert_array_equal(layout.values(raw), expected)
     assert codes.dtype == form.dtype
     assert (offsets is not None) == form.has_offsets
     np.testing.assert_array_equal(values.reshape(200, -1), expected)

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hex_llm.errors import ModelError
-from hex_llm.weights.packing import QuantizedTensor
 from hex_llm.weights.quantization import METHODS, quantization_of
 from hex_llm.weights.quantized import dequantized, mxfp4
 from hex_llm.weights.safetensors import SafeTensor, open_safetensors
@@ -108,20 +107,6 @@ def test_a_slice_reads_little_more_than_its_share(
     everything, read[:] = sum(read), []
     tensor.read((slice(32, 64), slice(32, 64)))
     assert sum(read) < everything / 6
-
-
-def test_what_is_unpacked_is_codes_with_groups(folder: Any) -> None:
-    """What a product without expansion will take."""
-    form = BY_NAME["awq-32"]
-    tensor = opened(folder(form), form.config)[f"{NAME}.weight"]
-    assert isinstance(tensor, QuantizedTensor)
-    found = tensor.unpack((slice(0, 96), slice(16, 80)))
-    assert found.codes.shape == (96, 64)
-    assert found.codes.max() < 16
-    assert found.scales.shape == found.zeros.shape == (96, 3)
-    assert found.scales.dtype == np.float16
-    np.testing.assert_array_equal(found.columns, [0] * 16 + [1] * 32 + [2] * 16)
-    np.testing.assert_array_equal(found.expand(), whole(tensor)[:, 16:80])
 
 
 @pytest.mark.parametrize("shape", [(96, 32), (6, 64)])

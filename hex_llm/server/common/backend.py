@@ -45,6 +45,9 @@ class Backend(Protocol):
     @property
     def adapters(self) -> AdapterNames: ...
 
+    def restart(self) -> None:
+        """Begins to restart its replicas one after another; InvalidRequest: it cannot."""
+
     def check_room(self, num_sequences: int) -> None:
         """To be asked before anything is made for a request's choices: raises InvalidRequest, if so many can
         never be taken together, or QueueFull. Each that is generated is counted then."""

@@ -30,7 +30,8 @@ export function watch(container, { key, onModel, onState }) {
     container.hidden = false;
     for (const tile of tiles) tile.add(stats);
     const hits = stats.prefix_hit_rate == null ? "" : ` · ${percent(stats.prefix_hit_rate)} of prompts from the cache`;
-    foot.textContent = `context of ${stats.max_model_len?.toLocaleString("en") ?? "?"} tokens${hits}`;
+    const replicas = stats.engines?.length > 1 ? `${stats.engines.filter((one) => one.state === "serving").length} of ${stats.engines.length} replicas serve (running: ${stats.engines.map((one) => one.running).join(", ")}) · ` : "";
+    foot.textContent = `${replicas}context of ${stats.max_model_len?.toLocaleString("en") ?? "?"} tokens${hits}`;
   }
 
   async function modelOnly() {

@@ -68,7 +68,8 @@ def prediction_of(body: Fields) -> Prediction:
     if is_wrapped and any(map(_is_tgi, instances)):
         return _tgi_instances(instances)
     is_stream = _is_stream(instances)
-    if _is_chat(instances):
+    # OpenAI's own body comes without a mark.
+    if _is_chat(instances) or (not is_wrapped and "messages" in body):
         return Chats(_parse_all(ChatRequest, _without(instances, MARK)), is_stream, is_wrapped)
     return Prompts(_parse_all(GenerateRequest, _without(instances, MARK, "stream")), is_stream)
 

@@ -1,0 +1,195 @@
+"""`hex-llm verify`: a model here and in transformers, layer by layer, and the tokens of both."""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hex_llm.bench.arguments import SWITCH, Flag, Parser, positive, positive_float
+from hex_llm.checks import reference
+from hex_llm.checks.reference import Answer, Floats
+from hex_llm.config import EngineConfig
+from hex_llm.errors import ConfigError, HexError, ModelError
+from hex_llm.flags import engine_config_from_kwargs, read_flags
+from hex_llm.weights.source import fetch_for
+
+TEXTS = (
+    "The capital of France is",
+    "Once upon a time there was a king who had three daughters, and",
+    "def fibonacci(n):\n    ",
+)
+RANDOM_LEN = 24  # tokens of a prompt, of a model without a tokenizer
+EXACT, ROUNDED = 1e-3, 1e-2  # differences of a layer, as parts of its size: of floats, of quantized weights
+
+
+def verify(argv: Sequence[str]) -> None:
+    parser = Parser(
+        "verify",
+        "Compares a model with transformers, layer by layer; further flags are the engine's.",
+        "[MODEL] [flags]",
+        program="hex-llm",
+    )
+    flags: list[Flag] = [
+        ("reference", str, None, "what transformers reads, where that is not the model itself"),
+        ("lora", str, None, "an adapter's folder, which peft judges"),
+        ("prompt", {"action": "append"}, None, "a text to try; may be given several times"),
+        ("num-tokens", positive, 32, "tokens of greedy search after each prompt"),
+        ("tolerance", positive_float, None, f"of a layer (default: {EXACT}; quantized: {ROUNDED})"),
+        ("save", Path, None, "write what transformers says to this file, and compare nothing"),
+        ("against", Path, None, "compare with such a file: no transformers needed"),
+        ("json", SWITCH, False, "print JSON"),
+    ]
+    parser.add_flags("flags", flags)
+    args, rest = parser.parse(argv)
+    logging.getLogger("hex_llm").setLevel(logging.ERROR)
+    given = read_flags(rest).values
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 256} if args.lora else {}
+    config = engine_config_from_kwargs(**{"dtype": "float32", **lora, **given})
+    expected = reference.load(args.against) if args.against else _asked(args, config)
+    if args.save:
+        reference.save(expected, args.save)
+        print(f"{len(expected)} prompts: {args.save}")
+        return
+    told = compare(args, config, expected)
+    print(json.dumps(told, indent=1) if args.json else as_text(told))
+    if told["first_differing"] is not None or told["tokens_agreeing"] < told["tokens"]:
+        raise ModelError(verdict(told))
+
+
+def _asked(args: Namespace, config: EngineConfig) -> list[Answer]:
+    path = fetch_for(config, args.reference or config.model)
+    adapter = Path(args.lora).expanduser() if args.lora else None
+    model = reference.load_reference(path, adapter)
+    return reference.answers_of(model, _prompts(args, config, model), args.num_tokens)
+
+
+def _prompts(args: Namespace, config: EngineConfig, model: Any) -> list[list[int]]:
+    from hex_llm.engine.loading import load_tokenizer, open_files
+
+    with suppress(HexError):
+        tokenizer = load_tokenizer(config, open_files(config))
+        if tokenizer is not None:
+            return [tokenizer.encode(text) for text in args.prompt or TEXTS]
+    if args.prompt:
+        raise ConfigError("--prompt: the model has no tokenizer")
+    size = model.get_input_embeddings().num_embeddings
+    return np.random.default_rng(0).integers(0, size, (len(TEXTS), RANDOM_LEN)).tolist()
+
+
+def compare(args: Namespace, config: EngineConfig, expected: Sequence[Answer]) -> dict[str, Any]:
+    from hex_llm import LLM, SamplingParams
+    from hex_llm.execution.weight_plan import quantized_bytes
+
+    longest = max(len(one.prompt_ids) + len(one.token_ids) for one in expected)
+    own = {name: value for name, value in vars(config).items() if value is not None and name != "hf_token"}
+    sizes = {"max_model_len": longest, "num_blocks": 64 + longest, "max_decode_seqs": len(expected)}
+    anywhere = {"allowed_lora_sources": "gs://,hf://,/"}
+    llm = LLM(**{**own, **sizes, **anywhere, "skip_tokenizer_init": True, "warmup": False})
+    params = SamplingParams(temperature=0, max_tokens=len(expected[0].token_ids), ignore_eos=True)
+    prompts = [one.prompt_ids for one in expected]
+    outputs = llm.generate(
+        prompt_token_ids=prompts, sampling_params=params, lora_request=args.lora, use_tqdm=False
+    )
+    is_quantized = bool(quantized_bytes(llm.engine.stepper.runner.weights, np.dtype(np.float32))[0])
+    is_quantized |= any(type(leaf).__name__.startswith("Quantized") for leaf in _matrices(llm))
+    tolerance = args.tolerance or (ROUNDED if is_quantized else EXACT)
+    errors = [0.0] * len(expected[0].hidden)
+    for one in expected:
+        ours = hidden_states(llm.engine.stepper.runner, one.prompt_ids, adapted=bool(args.lora))
+        if len(ours) != len(one.hidden):
+            raise ModelError(f"the reference has {len(one.hidden) - 1} layers, not {len(ours) - 1}")
+        errors = [max(e, difference(a, b)) for e, a, b in zip(errors, ours, one.hidden, strict=True)]
+    agreeing = [
+        _agreeing(o.outputs[0].token_ids, e.token_ids) for o, e in zip(outputs, expected, strict=True)
+    ]
+    return {
+        "tolerance": tolerance,
+        "quantized": is_quantized,
+        "differences": dict(zip(["embedding", *map(str, range(len(errors) - 1))], errors, strict=True)),
+        "first_differing": next((i - 1 for i, e in enumerate(errors) if not e <= tolerance), None),
+        "tokens": sum(len(one.token_ids) for one in expected),
+        "tokens_agreeing": sum(agreeing),
+        "tokens_by_prompt": agreeing,
+    }
+
+
+def _matrices(llm: Any) -> list[Any]:
+    import jax
+
+    weights = llm.engine.stepper.runner.weights
+    return jax.tree.leaves(weights, is_leaf=lambda node: hasattr(node, "matmul"))
+
+
+def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = False) -> list[Floats]:
+    """Of the embedded prompt, then after each layer, the last behind the final norm: by the kernels and
+    weights that serve; `adapted`: with the adapter in the first slot."""
+    import jax
+    import jax.numpy as jnp
+
+    from hex_llm.execution.kernel_choice import Devices, choose_kernels
+    from hex_llm.execution.programs import split_by_head, split_by_width
+    from hex_llm.kernels.attention import Batch
+    from hex_llm.models import decoder
+    from hex_llm.models.adapters import adapt
+    from hex_llm.models.rope import rope_table
+
+    spec, mesh, num, block_size = runner.spec, runner.mesh, len(prompt_ids), runner.config.block_size
+    platform = str(mesh.devices.flat[0].platform)
+    kernels = choose_kernels(spec, Devices(platform, mesh.size, block_size, runner.dtype))
+    attend, fused_moe = split_by_head(kernels.attend, mesh), split_by_width(kernels.fused_moe, mesh)
+    positions, lengths = jnp.arange(num), jnp.full(num, num)
+    table = jnp.arange(1, -(-num // block_size) + 1)[None]  # block 0 is padding's
+    kv_slots, rows = positions + block_size, jnp.zeros(num, jnp.int32)
+    chunks = 0 if num <= kernels.max_single else 1
+    batch = Batch(positions, rows, kv_slots, table, jnp.zeros((), jnp.int32), chunks)
+    weights = runner.weights
+    if adapted:
+        weights = adapt(weights, runner.adapters, jnp.ones(num, jnp.int32))
+    precision = "highest" if runner.dtype == np.float32 else "default"
+    with jax.default_matmul_precision(precision):
+        states = [decoder.embed(spec, weights, jnp.asarray(prompt_ids))]
+        for layer, w, pages in zip(spec.layers, weights.layers, runner.pages, strict=True):
+            rope = None if layer.rope is None else rope_table(layer.rope, positions, lengths)
+            x, _ = decoder.block(states[-1], w, spec, layer, rope, pages, batch, attend, fused_moe)
+            states.append(x)
+        states[-1] = decoder.rms_norm(states[-1], weights.norm, spec)
+    return [np.asarray(state, np.float32) for state in states]
+
+
+def difference(ours: Floats, theirs: Floats) -> float:
+    """The root of the mean square, as a part of theirs."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    return float(np.linalg.norm(ours - theirs)) / max(float(np.linalg.norm(theirs)), 1e-30)
+
+
+def _agreeing(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = zip(ours, theirs, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(theirs))
+
+
+def as_text(told: dict[str, Any]) -> str:
+    lines = [
+        f"{name if name == 'embedding' else f'layer {name}':<10} {error:.1e}"
+        + ("" if error <= told["tolerance"] else "  differs")
+        for name, error in told["differences"].items()
+    ]
+    return "\n".join([*lines, verdict(told)])
+
+
+def verdict(told: dict[str, Any]) -> str:
+    first, worst = told["first_differing"], max(told["differences"].values())
+    where = "the embedding" if first == -1 else f"layer {first}"
+    layers = f"all layers agree within {worst:.1e} (tolerance {told['tolerance']:g})"
+    if first is not None:
+        error = list(told["differences"].values())[first + 1]
+        layers = f"{where} is the first that differs, by {error:.1e} (tolerance {told['tolerance']:g})"
+    return f"{layers}; greedy search: {told['tokens_agreeing']} of {told['tokens']} tokens are transformers'"

@@ -1,0 +1,115 @@
+"""One replica's runners on several hosts: the leader's tells the others of every call that it gets, and they
+do the same. What of it reaches the host (tokens) only the leader reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from hex_llm.execution.adapters import HostAdapter
+from hex_llm.execution.batch import Ints, StepShape
+from hex_llm.execution.runner import Launched, Runner
+from hex_llm.models.adapters import SlotMatrices, Slots
+from hex_llm.types import TokenLogprobs
+
+
+class Tensor(msgspec.Struct, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any]) -> Tensor:
+        return cls(array.dtype.name, array.shape, array.tobytes())
+
+    def array(self) -> npt.NDArray[Any]:
+        return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
+
+
+class Launch(msgspec.Struct, tag=True, array_like=True):
+    shape: StepShape
+    packed: Tensor
+    num_rows: int
+
+
+class Write(msgspec.Struct, tag=True, array_like=True):
+    columns: Literal["all", "allowed"]
+    slots: list[int]
+    rows: Tensor
+
+
+class Score(msgspec.Struct, tag=True, array_like=True):
+    hidden: Tensor
+    following: Tensor
+    num_top: int
+    adapter: int
+
+
+class Place(msgspec.Struct, tag=True, array_like=True):
+    slot: int
+    digest: str
+    matrices: dict[str, tuple[Tensor, Tensor]]
+
+
+Call = Launch | Write | Score | Place
+_DECODER = msgspec.msgpack.Decoder(Call)
+
+
+class LeadingRunner(Runner):
+    """`tell` sends a frame to every other host."""
+
+    def __init__(self, tell: Callable[[bytes], None], *args: Any) -> None:
+        super().__init__(*args)
+        self._send = tell
+
+    def launch(self, shape: StepShape, packed: Ints, num_rows: int) -> Launched:
+        self._tell(Launch(shape, Tensor.of(packed), num_rows))
+        return super().launch(shape, packed, num_rows)
+
+    def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
+        self._tell_write("all", records)
+        super().write_slots(records)
+
+    def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
+        self._tell_write("allowed", words)
+        super().write_allowed(words)
+
+    def logprobs_of(
+        self, hidden: npt.NDArray[Any], following: Ints, num_top: int, adapter: int = 0
+    ) -> list[TokenLogprobs]:
+        self._tell(Score(Tensor.of(hidden), Tensor.of(following), num_top, adapter))
+        return super().logprobs_of(hidden, following, num_top, adapter)
+
+    def write_adapter(self, slot: int, adapter: HostAdapter, staged: Slots) -> None:
+        matrices = {path: (Tensor.of(m.down), Tensor.of(m.up)) for path, m in adapter.matrices.items()}
+        self._tell(Place(slot, adapter.digest, matrices))
+        super().write_adapter(slot, adapter, staged)
+
+    def _tell_write(self, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> None:
+        if rows:
+            slots, values = zip(*rows, strict=True)
+            self._tell(Write(columns, list(slots), Tensor.of(np.stack(values))))
+
+    def _tell(self, call: Call) -> None:
+        self._send(msgspec.msgpack.encode(call))
+
+
+def follow(runner: Runner, frame: bytes) -> None:
+    """Does what the leader's runner does."""
+    match _DECODER.decode(frame):
+        case Launch(shape, packed, num_rows):
+            runner.launch(shape, packed.array(), num_rows)
+        case Write(columns, slots, rows):
+            write = runner.write_slots if columns == "all" else runner.write_allowed
+            write(list(zip(slots, rows.array(), strict=True)))
+        case Score(hidden, following, num_top, adapter):
+            runner.logprobs_of(hidden.array(), following.array(), num_top, adapter)
+        case Place(slot, digest, matrices):
+            assert runner.adapter_layout is not None
+            parts = {path: SlotMatrices(down.array(), up.array()) for path, (down, up) in matrices.items()}
+            held = HostAdapter(digest, parts)
+            runner.write_adapter(slot, held, runner.adapter_layout.stage(held))

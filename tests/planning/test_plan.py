@@ -1,0 +1,204 @@
+"""The numbers that the documentation of Hex-LLM and of its like give, and what real runs take."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hex_llm.cli import main
+from hex_llm.config import EngineConfig
+from hex_llm.engine.loading import load_engine
+from hex_llm.planning.footprint import footprint, opened_model
+from hex_llm.weights.source import fetch
+from tests.tiny import FAMILIES, Tiny
+from tests.weights.hub_server import Hub, running
+
+Plan = Callable[..., Any]
+SAVED = {tiny.name: tiny for tiny in FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("8b", (16, 8, 8, 4)), ("70b", (140, 70, 70, 35)), ("405b", (810, 405, 405, 203))]
+)
+def test_the_table_of_memory_by_type(plan: Plan, name: str, sizes: tuple[int, ...]) -> None:
+    told = plan(name)["least_gb"]
+    assert tuple(told.values()) == sizes
+    assert list(told) == ["bf16", "fp8", "int8", "int4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "topology", "num_devices", "num_hosts"),
+    [("8b", "ct5lp-hightpu-4t", "2x2", 4, 1), ("70b", "ct5lp-hightpu-4t", "4x4", 16, 4)],
+)
+def test_the_slice_that_the_documentation_names(
+    plan: Plan, name: str, machine: str, topology: str, num_devices: int, num_hosts: int
+) -> None:
+    told = plan(name, "--on=v5e")
+    (option,) = told["options"]
+    assert (option["machine_type"], option["topology"]) == (machine, topology)
+    assert f"{machine}, {topology}: --tensor_parallel_size={num_devices}" in told["steps"][2]
+    assert option["num_hosts"] == num_hosts
+    flags = option["flags"]
+    assert {f"--tensor_parallel_size={num_devices}", "--max_model_len=4096"} <= set(flags)
+    assert (f"--num_hosts={num_hosts}" in flags) == (num_hosts > 1)
+    assert 0.9 <= float(flags[-1].removeprefix("--hbm_utilization_factor=")) <= 0.95
+    assert option["weights_bytes"] + option["temporary_bytes"] < option["usable_bytes"]
+    assert option["max_concurrency"] >= 16
+    assert all("v5e-" in one for one in told["does_not_fit"])
+
+
+def test_awq_on_four_chips_by_the_rule_and_what_this_server_holds(plan: Plan) -> None:
+    """Where weights of 4 bits cannot be multiplied as they are, that they are expanded is the reason."""
+    told = plan("70b-awq", "--on=v5e,A100-80GB")
+    assert "ct5lp-hightpu-4t, 2x2: --tensor_parallel_size=4" in told["steps"][2]
+    assert "35 GB" in told["steps"][1]
+    gpu = next(one for one in told["options"] if one["slice"] == "A100-80GB-1")
+    assert 36e9 < gpu["weights_bytes"] < 41e9, "4.25 bits each, and the tables as floats"
+    fits = any(one["slice"] == "v5e-4" for one in told["options"])
+    assert fits or "expanded to floats" in told["does_not_fit"]["v5e-4"]
+
+
+def test_405b_in_8_bits_on_one_machine_of_8(plan: Plan) -> None:
+    told = plan("405b-fp8", "--on=H100,A100-80GB-8,v5e-1,H200")
+    assert [one["machine_type"] for one in told["options"]] == ["a3-ultragpu-8g", "a3-highgpu-8g"]
+    assert "8 bits" in told["does_not_fit"]["A100-80GB-8"]
+    assert "812" in told["does_not_fit"]["v5e-1"].replace("811.7", "812")
+    assert "H100-4" in told["does_not_fit"]
+
+
+@pytest.mark.parametrize(("concurrency", "floor_ms"), [(1, 3.17), (64, 5.75), (256, 13.6)])
+def test_times_start_from_the_floor(plan: Plan, concurrency: int, floor_ms: float) -> None:
+    """Known floors of a step on one H200, at 1,500 tokens of context; here it is an eighth of one."""
+    (option,) = plan("8b", "--on=H200", f"--concurrency={concurrency}")["options"]
+    assert option["tpot_s"]["floor"] * 8e3 == pytest.approx(floor_ms, rel=0.05)
+    assert option["tpot_s"]["likely"] > option["tpot_s"]["floor"]
+    cost = option["price_per_hour"] / (option["output_tokens_per_s"] * 3600) * 1e6
+    assert option["dollars_per_million_output_tokens"] == pytest.approx(cost)
+
+
+@pytest.mark.parametrize(
+    ("tiny", "flags"),
+    [
+        (None, {}),
+        pytest.param(None, {"quantization": "none"}, marks=pytest.mark.slow),
+        ("llama3", {"tensor_parallel_size": 4}),
+        ("gemma2-9b", {}),
+        ("qwen3-moe", {"tensor_parallel_size": 2}),
+        ("qwen2-tied", {"dtype": "bfloat16", "tensor_parallel_size": 2}),
+    ],
+)
+def test_a_real_run_takes_what_was_planned(tiny: str | None, flags: dict[str, Any], tmp_path: Path) -> None:
+    if tiny is not None:
+        SAVED[tiny].save(tmp_path)
+    model = None if tiny is None else str(tmp_path)
+    config = EngineConfig(
+        model=model,
+        skip_tokenizer_init=tiny is not None,
+        max_model_len=64,
+        num_blocks=16,
+        warmup=False,
+        **flags,
+    )
+    with opened_model(config) as opened:
+        planned = footprint(opened, "cpu", config.tensor_parallel_size, usable=1e9)
+    memory = load_engine(config)[0].memory
+    held, kv = (float(size) * 2**20 for size in re.findall(r"(?:weights|KV cache) ([\d.]+) MiB", memory))
+    assert planned.weights == pytest.approx(held, rel=0.05, abs=0.06 * 2**20)
+    assert planned.per_token * 17 * 32 == pytest.approx(kv, rel=0.05, abs=0.06 * 2**20)
+
+
+SCRIPT = """
+import sys
+from hex_llm.cli import main
+codes = [main(["plan", repo, "--json", "--on=L4-1"]) for repo in ("org/sharded", "org/gguf", "org/absent")]
+sys.exit(f"codes {codes}")
+"""
+
+
+def test_headers_of_the_hub_are_enough(tmp_path: Path) -> None:
+    """In ranges: not one whole file of weights is asked for, sharded or GGUF."""
+    saved = tmp_path / "saved"
+    Tiny("", "LlamaForCausalLM", {"hidden_size": 512, "vocab_size": 2048}).save(saved, max_shard_size="3MB")
+    files = {path.name: path.read_bytes() for path in saved.iterdir()}
+    assert len([name for name in files if name.endswith(".safetensors")]) > 1
+    gguf = fetch(None, cache_dir=EngineConfig().cache_dir)
+    with running(Hub()) as hub:
+        hub.put("org/sharded", files)
+        hub.put("org/gguf", {"model.gguf": gguf.read_bytes(), "README.md": b""})
+        own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": ""}
+        command = [sys.executable, "-c", SCRIPT]
+        done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=120)
+        large = [line for line in hub.log if ".safetensors " in line or ".gguf" in line]
+    assert "the hub has no model 'org/absent'" in done.stderr
+    assert done.stderr.endswith("codes [0, 0, 1]\n"), done.stderr
+    sharded, default = json.loads(f"[{done.stdout.replace(chr(10) + '}' + chr(10) + '{', '},{')}]")
+    assert large
+    assert all("bytes=0-" in line for line in large)
+    assert sharded["options"][0]["weights_bytes"] == 2 * sharded["num_parameters"]
+    assert default["options"][0]["weights_bytes"] == pytest.approx(92.1 * 2**20, rel=0.05)
+    assert default["bits"] == 6
+
+
+def test_the_user_prices(plan: Plan, tmp_path: Path) -> None:
+    table = Path("hex_llm/planning/machines.toml").read_text().replace("price = 2.70", "price = 0.27")
+    (own := tmp_path / "own.toml").write_text(table)
+    usual, cheap = (plan("8b", "--on=v6e", *more)["options"][0] for more in ((), (f"--machines={own}",)))
+    ratio = cheap["dollars_per_million_output_tokens"] / usual["dollars_per_million_output_tokens"]
+    assert ratio == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--on=v5e-4,L4"], "the model fits on none of v5e-4, L4-1, L4-2, L4-4, L4-8; on L4-8: "),
+        (["--on=v9"], "--on=v9: no such chip or slice; there are v5e, v6e, v5p, v7x, H100,"),
+        (["--machines=none.toml"], "--machines=none.toml: cannot be read: No such file"),
+        (["--contextt=3"], "--contextt: unknown flag"),
+        (["--on=v5p", "--compile"], "--compile: there is no TPU compiler here"),
+        (["--on=H200", "--compile"], "--compile: H200-8 is no TPU"),
+    ],
+)
+def test_what_cannot_be_planned(
+    flags: list[str],
+    message: str,
+    config: Callable[[str], str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hex_llm.planning.compile.find_spec", lambda name: None)
+    assert main(["plan", config("405b"), *flags]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_the_text_has_all_of_it(config: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+    model = config("8b")
+    assert main(["plan", model, "--on=v5e,L4"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "weights, at least: bf16 16 GB, fp8 8 GB, int8 8 GB, int4 4 GB",
+        "\n2. memory, at least: 8 * (16 / 8) = 16 GB",
+        "v5e-1: 16.1 of 16.9 GB are weights",
+        f"hex-llm serve {model} --tensor_parallel_size=",
+        "aiplatform.Model.upload(",
+        "model.deploy(\n    endpoint=endpoint,",
+        "gcloud ai models upload",
+        "gcloud container node-pools create",
+        "kubectl apply -k deploy/kubernetes/gpu",
+    ):
+        assert part in text, part
+
+
+def test_a_file_of_machines_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own := tmp_path / "own.toml").write_text('[x]\nplatform = "tpu"\nhbm = -1\n')
+    assert main(["plan", "--machines", str(own)]) == 2
+    assert "[x] hbm=-1 is not known or not more than 0" in capsys.readouterr().err
