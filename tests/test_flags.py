@@ -110,7 +110,6 @@ BUILT: dict[str, Any] = {
     "recompile": "error",
     "max_concurrent_requests": 128,
     "profile": "traces",
-    "otlp_traces_endpoint": "http://localhost:4317",
 }
 # The same for every flag that is not, with the feature that the refusal names.
 PENDING = {
