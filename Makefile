@@ -17,7 +17,7 @@ SERVE_FLAGS ?= --max_decode_seqs=8 --max_model_len=2048
 COMPILE_FAST := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 \
 	--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
 
-.PHONY: serve test fast-tests check test-all bench bench-load tpu-compile conformance format clean
+.PHONY: serve test fast-tests check test-all bench bench-load tpu-compile conformance docs dist format clean
 
 serve: $(SERVER)  ## fetch the embedded default model and serve it; ARGS="--port=8000 …" adds flags
 	$(BIN)/hex-llm serve $(SERVE_FLAGS) $(ARGS)
@@ -49,12 +49,19 @@ tpu-compile: $(SERVER)  ## compile large models for TPU slices, without TPUs; wi
 conformance: $(TESTS)  ## vLLM's and llama.cpp's own tests against this server; hours. ARGS="chat_completion" runs those files alone
 	$(BIN)/python -m tools.conformance $(ARGS)
 
+docs: $(SERVER)  ## the documentation as a site, in build/site
+	$(PIP_INSTALL) --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(SERVER)  ## the wheel, in dist/, tried in an empty environment: it must serve and answer
+	$(BIN)/python -m tools.dist
+
 format: $(TESTS)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

@@ -474,8 +474,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.api_server_count > 1 and self.allow_runtime_lora_updating:
-            raise ConfigError(
-                f"--api_server_count={self.api_server_count}: not with --allow_runtime_lora_updating: "
-                "one front end alone would learn the names"
-            )
+        for name in ("allow_runtime_lora_updating", "enable_response_store"):
+            if self.api_server_count > 1 and getattr(self, name):
+                count = f"--api_server_count={self.api_server_count}"
+                raise ConfigError(f"{count}: not with --{name}, of which one front end alone would know")

@@ -28,6 +28,8 @@ BUILT: dict[str, Any] = {
     "reasoning_parser": "phi4",
     "allow_restart": True,
     "api_server_count": 4,
+    "otlp_traces_endpoint": "http://host:4318",
+    "enable_response_store": True,
     "trust_request_chat_template": True,
     "allow_runtime_lora_updating": True,
     "enable_lora": True,
@@ -82,6 +84,9 @@ BUILT: dict[str, Any] = {
     "sliding_window": 1024,
     "seed": 42,
     "num_hosts": 4,
+    "host_index": 1,
+    "coordinator_address": "host:1234",
+    "disagg_topo": "3,1",
     "data_parallel_size": 2,
     "tensor_parallel_size": 16,
     "enable_jit": False,
@@ -108,7 +113,6 @@ BUILT: dict[str, Any] = {
 }
 # The same for every flag that is not, with the feature that the refusal names.
 PENDING = {
-    "disagg_topo": ("3,1", "separate prefill and decode workers"),
     "worker_distributed_method": ("ray", "Ray workers"),
     "kv_cache_dtype": ("fp8", "other types of the KV cache"),
 }

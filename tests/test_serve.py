@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
 import signal
 import socket
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -483,3 +485,39 @@ def test_others_log_only_warnings() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(level) for level in (logging.DEBUG, logging.DEBUG, logging.WARNING)]
+
+
+@pytest.mark.slow
+def test_conversations_find_what_is_cached_though_there_are_two_replicas(tmp_path: Path) -> None:
+    """Fifty at a time, of six turns each: at least nine tenths of one replica's prefix hits."""
+    tiny = next(one for one in FAMILIES if one.name == "llama3")
+    replace(tiny, changes={**tiny.changes, "max_position_embeddings": 1024}).save(tmp_path)
+
+    def rate(*flags: str) -> float:
+        process = start(
+            "--port=0", f"--model={tmp_path}", "--skip_tokenizer_init", "--num_blocks=1600", *flags
+        )
+        with (
+            serving(process, r"listening on (\S+),[\s\S]*ready on") as (address, _),
+            ThreadPoolExecutor(50) as pool,
+        ):
+            list(pool.map(lambda number: converse(address, number), range(50)))
+            stats = httpx.get(f"{address}/stats", timeout=60).json()
+            assert all(one["prefix_hit_rate"] for one in stats["engines"])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        return float(stats["prefix_hit_rate"])
+
+    alone, two = rate(), rate("--data_parallel_size=2")
+    print(f"prefix hits: {alone:.3f} of one replica, {two:.3f} of two")
+    assert alone > 0.5
+    assert two >= 0.9 * alone
+
+
+def converse(address: str, number: int) -> None:
+    draw = random.Random(number)
+    talk = random.Random(0).choices(range(3, 120), k=64) + draw.choices(range(3, 120), k=40)
+    for _ in range(6):
+        body = {"prompt": talk, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        reply = httpx.post(f"{address}/v1/completions", json=body, timeout=300).raise_for_status().json()
+        talk = talk + reply["choices"][0]["token_ids"] + draw.choices(range(3, 120), k=60)

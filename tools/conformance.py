@@ -89,7 +89,7 @@ command = [{python!r}, "-m", "hex_llm.cli", "serve", *ours, *kept]
 os.execv({python!r}, command)
 """
 # Its helper fetches the weights before it starts a server; there are none to fetch. Tests of vLLM's own
-# Python, which ask no server, and those of adapters and of watermarks do not apply.
+# Python, which ask no server, and those of adapters, watermarks and images do not apply.
 PLUGIN = """
 import inspect
 import pytest
@@ -99,7 +99,8 @@ def pytest_collection_modifyitems(config, items):
         fixtures = any("server" in name or "client" in name for name in item.fixturenames)
         return fixtures or "RemoteOpenAIServer" in text
     def applies(item):
-        return asks_a_server(item) and "lora" not in item.name and "watermarked" not in item.name
+        others = ("lora", "watermarked", "multimodal")
+        return asks_a_server(item) and not any(name in item.name for name in others)
     left_out = [item for item in items if not applies(item)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)

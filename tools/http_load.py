@@ -27,22 +27,32 @@ from tools.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parent.parent
 SERVER = """
-import cProfile, time
+import cProfile, sys, time
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.frontend import client
-from hex_llm.launch import local
+from hex_llm.launch import fronts, local
 from tools.fake_engine import byte_tokenizer, fake_worker
 
 client.tokenizer_of = lambda config: byte_tokenizer()
+fronts.FRONT = (sys.executable, "-c", {front!r})
 load = "__import__('tools.http_load', fromlist='x').PacedEngine({pace_s!r}, Path({journal!r}))"
 local.EngineClient = lambda config, name: client.EngineClient(config, name, fake_worker(load))
-serve = lambda: local.serve(EngineConfig(), ServerConfig(host="127.0.0.1", port=0))
+config = ServerConfig(host="127.0.0.1", port=0, api_server_count={num_fronts})
+serve = lambda: local.serve(EngineConfig(data_parallel_size={num_replicas}), config)
 if profile := {profile!r}:
     measured = cProfile.Profile(time.thread_time)  # others share the machine
     measured.runcall(serve)
     measured.dump_stats(profile)
 else:
     serve()
+"""
+FRONT = """
+from hex_llm.frontend import client
+from hex_llm.launch.child import main
+from tools.fake_engine import byte_tokenizer
+
+client.tokenizer_of = lambda config: byte_tokenizer()
+main()
 """
 BEHIND_S = 0.1  # what an engine that was held up makes good
 
@@ -78,11 +88,18 @@ def _key(prompt_ids: list[int]) -> str:
 
 @contextmanager
 def loaded_server(
-    journal: Path, *, tokens_per_s: float, num_streams: int, profile: str = ""
+    journal: Path,
+    *,
+    tokens_per_s: float,
+    num_streams: int,
+    profile: str = "",
+    num_replicas: int = 1,
+    num_fronts: int = 1,
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The address of a server and its process, which logs beside `journal`. Its engine gives `num_streams`
+    """The address of a server and its process, which logs beside `journal`. Its engines give `num_streams`
     streams so many tokens in all."""
-    script = SERVER.format(pace_s=num_streams / tokens_per_s, journal=str(journal), profile=profile)
+    values = {"pace_s": num_streams / tokens_per_s, "journal": str(journal), "profile": profile}
+    script = SERVER.format(**values, front=FRONT, num_replicas=num_replicas, num_fronts=num_fronts)
     log = journal.with_suffix(".log")
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=file, stdout=file)

@@ -26,6 +26,8 @@ import psutil
 ROOT = Path(__file__).parent.parent
 SERVER = """
 from hex_llm.config import *; from hex_llm.launch import local; from tools.fake_engine import fake_worker
+from hex_llm.frontend import process
+process.STEADY_S = 0  # else one that is killed again and again is given up, as it should be
 Client = local.EngineClient
 local.EngineClient = lambda config, name: Client(config, name, fake_worker("FakeEngine(step_s=0.005)"))
 config = ServerConfig(host="127.0.0.1", port=0, stuck_timeout=3, drain_timeout=10, log_level="WARNING",
@@ -93,9 +95,9 @@ class Load:
             return "HUNG"
         except httpx.HTTPError:
             return "CUT OFF" if got else "nobody there"
-        if ends != 1 or got != num_tokens:
-            return "done" if ends == 1 and not got else f"WRONG END {ends} {got}/{num_tokens}"
-        return "done"
+        return (
+            "done" if (ends, got) == (1, num_tokens) else f"WRONG END: {ends}, {got} of {num_tokens} tokens"
+        )
 
 
 def states(address: str) -> list[str]:

@@ -92,7 +92,7 @@ class Server:
         if self._tls and insecure:
             self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
         fixed = {"host": url.netloc.rpartition("@")[2], "content-type": "application/json"}
-        self._headers = {**fixed, **headers}
+        self.headers = {**fixed, **headers}
         self._idle: list[Connection] = []
 
     def connect(self) -> HTTPConnection:
@@ -111,7 +111,7 @@ class Server:
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
         connection = self.connect()
         try:
-            connection.request(method, self._base_path + path, data, self._headers)
+            connection.request(method, self._base_path + path, data, self.headers)
             response = connection.getresponse()
             answer = response.read()
         except (OSError, HTTPException) as error:
@@ -142,7 +142,7 @@ class Server:
 
     async def post(self, path: str, payload: Any, feed: Feed, request_id: str) -> None:
         """Feeds the answer's body; raises Refused, or OSError where there is no connection."""
-        headers, body = {**self._headers, "x-request-id": request_id}, msgspec.json.encode(payload)
+        headers, body = {**self.headers, "x-request-id": request_id}, msgspec.json.encode(payload)
         head = [
             f"POST {self._base_path}{path} HTTP/1.1",
             *(f"{name}: {value}" for name, value in headers.items()),

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -21,8 +20,7 @@ from hex_llm.errors import HexError, SourceError
 from hex_llm.flags import unknown
 
 GIB = 1 << 30
-LEAST_DISK = 2 * GIB
-LEAST_MEMORY = 2 * GIB
+LEAST_BYTES = 2 * GIB
 
 
 class Finding(NamedTuple):
@@ -91,29 +89,23 @@ def _nvidia_driver() -> str | None:
     return "; ".join(done.stdout.splitlines()) or None
 
 
-def _compiler() -> list[Finding]:
-    """CPUs' own kernels are compiled when they are first used."""
+def _host() -> list[Finding]:
     from hex_llm.kernels import cpu
 
-    if cpu.panel_width() is not None:
-        return [Finding("kernels", "the CPU's own are compiled")]
-    compiler = shutil.which("c++") or shutil.which("g++")
-    remedy = "" if compiler else "apt-get install g++"
-    return [Finding("kernels", compiler or "no c++", "CPUs are served by slower kernels", remedy)]
+    # CPUs' own kernels are compiled when they are first used.
+    slow = ("CPUs are served by slower kernels", "" if shutil.which("g++") else "apt-get install g++")
+    found = [Finding("kernels", "of CPUs", *(() if cpu.panel_width() else slow))]
+    free = free_bytes_of_host()
+    little = ("little memory is free", "stop something") if free < LEAST_BYTES else ()
+    return [*found, Finding("memory", f"{free / GIB:.1f} GiB free", *little)]
 
 
-def _memory() -> list[Finding]:
-    text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
-    sizes = {name: int(kib) << 10 for name, kib in re.findall(r"(\w+): +(\d+) kB", text)}
-    if not sizes:
-        return []
-    free = sizes["MemAvailable"]
-    value = f"{free / GIB:.1f} of {sizes['MemTotal'] / GIB:.1f} GiB free"
-    return [
-        Finding(
-            "memory", value, *(("little memory is free", "stop something") if free < LEAST_MEMORY else ())
-        )
-    ]
+def free_bytes_of_host() -> int:
+    import jax
+
+    from hex_llm.execution.load import free_bytes
+
+    return free_bytes(jax.devices("cpu")[:1]) or 0
 
 
 def _disk() -> list[Finding]:
@@ -124,29 +116,20 @@ def _disk() -> list[Finding]:
         free = shutil.disk_usage(private_folder(folder / "default")).free
     except (OSError, SourceError) as error:
         return [Finding("cache", str(folder), str(error), "set HEX_LLM_CACHE to a folder of yours")]
-    value = f"{folder}, {free / GIB:.1f} GiB free"
-    return [
-        Finding(
-            "cache", value, *(("the disk is nearly full", f"rm -r {folder}") if free < LEAST_DISK else ())
-        )
-    ]
+    full = ("the disk is nearly full", f"rm -r {folder}") if free < LEAST_BYTES else ()
+    return [Finding("cache", f"{folder}, {free / GIB:.1f} GiB free", *full)]
 
 
-def _port() -> list[Finding]:
+def _net() -> list[Finding]:
     port = int(os.environ.get("AIP_HTTP_PORT") or os.environ.get("PORT") or ServerConfig().port)
     with socket.socket() as one:
         one.settimeout(1)
         is_taken = one.connect_ex(("127.0.0.1", port)) == 0
-    problem = ("someone listens there already", "hex-llm serve --port=0") if is_taken else ()
-    return [Finding("port", str(port), *problem)]
+    taken = ("someone listens there already", "hex-llm serve --port=0") if is_taken else ()
+    has_token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
+    hub = "offline" if os.environ.get("HF_HUB_OFFLINE") else "online"
+    told = f"{hub}, {'a token' if has_token else 'no token: gated models are refused'}"
+    return [Finding("port", str(port), *taken), Finding("hub", told)]
 
 
-def _hub() -> list[Finding]:
-    has_token = any(os.environ.get(name) for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
-    mode = "offline (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "online"
-    return [Finding("hub", f"{mode}, {'a token' if has_token else 'no token: gated models are refused'}")]
-
-
-CHECKS: tuple[Callable[[], list[Finding]], ...] = (
-    _packages, _devices, _compiler, _memory, _disk, _port, _hub,
-)  # fmt: skip
+CHECKS: tuple[Callable[[], list[Finding]], ...] = (_packages, _devices, _host, _disk, _net)

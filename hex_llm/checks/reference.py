@@ -33,9 +33,16 @@ class Answer:
 
 def load_reference(path: Path, adapter: Path | None = None) -> Any:
     """The model that lies there, as transformers reads it. ModelError: it cannot."""
-    torch, transformers = _packages()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        how = "pip install torch transformers accelerate peft"
+        raise ConfigError(f"the judge is transformers, and {error.name} is not installed: {how}") from error
+    logging: Any = transformers.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model: Any
     try:
         if is_gguf(path):
             kind, folder, options = transformers.AutoModelForCausalLM, path.parent, {"gguf_file": path.name}
@@ -54,18 +61,6 @@ def load_reference(path: Path, adapter: Path | None = None) -> Any:
             "the same model with --reference"
         ) from error
     return model.eval()
-
-
-def _packages() -> tuple[Any, Any]:
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"the judge is transformers, and {error.name} is not installed: "
-            "pip install torch transformers accelerate peft"
-        ) from error
-    return torch, transformers
 
 
 def greedy(model: Any, prompt: Sequence[int], num_tokens: int, **options: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,15 @@ def verify(argv: Sequence[str]) -> None:
     parser.add_flags("flags", flags)
     args, rest = parser.parse(argv)
     logging.getLogger("hex_llm").setLevel(logging.ERROR)
-    given = read_flags(rest).values
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 256} if args.lora else {}
-    config = engine_config_from_kwargs(**{"dtype": "float32", **lora, **given})
+    given = {"dtype": "float32", **lora, **read_flags(rest).values}
+    config = engine_config_from_kwargs(**given)
     expected = reference.load(args.against) if args.against else _asked(args, config)
     if args.save:
         reference.save(expected, args.save)
         print(f"{len(expected)} prompts: {args.save}")
         return
-    told = compare(args, config, expected)
+    told = compare(args, given, expected)
     print(json.dumps(told, indent=1) if args.json else as_text(told))
     if told["first_differing"] is not None or told["tokens_agreeing"] < told["tokens"]:
         raise ModelError(verdict(told))
@@ -65,8 +65,7 @@ def verify(argv: Sequence[str]) -> None:
 
 def _asked(args: Namespace, config: EngineConfig) -> list[Answer]:
     path = fetch_for(config, args.reference or config.model)
-    adapter = Path(args.lora).expanduser() if args.lora else None
-    model = reference.load_reference(path, adapter)
+    model = reference.load_reference(path, Path(args.lora).expanduser() if args.lora else None)
     return reference.answers_of(model, _prompts(args, config, model), args.num_tokens)
 
 
@@ -83,48 +82,39 @@ def _prompts(args: Namespace, config: EngineConfig, model: Any) -> list[list[int
     return np.random.default_rng(0).integers(0, size, (len(TEXTS), RANDOM_LEN)).tolist()
 
 
-def compare(args: Namespace, config: EngineConfig, expected: Sequence[Answer]) -> dict[str, Any]:
-    from hex_llm import LLM, SamplingParams
-    from hex_llm.execution.weight_plan import quantized_bytes
+def compare(args: Namespace, given: Mapping[str, Any], expected: Sequence[Answer]) -> dict[str, Any]:
+    """`given`: the engine's flags."""
+    import jax
 
-    longest = max(len(one.prompt_ids) + len(one.token_ids) for one in expected)
-    own = {name: value for name, value in vars(config).items() if value is not None and name != "hf_token"}
+    from hex_llm import LLM, SamplingParams
+
+    prompts, num_tokens = [one.prompt_ids for one in expected], len(expected[0].token_ids)
+    longest = max(map(len, prompts)) + num_tokens
     sizes = {"max_model_len": longest, "num_blocks": 64 + longest, "max_decode_seqs": len(expected)}
-    anywhere = {"allowed_lora_sources": "gs://,hf://,/"}
-    llm = LLM(**{**own, **sizes, **anywhere, "skip_tokenizer_init": True, "warmup": False})
-    params = SamplingParams(temperature=0, max_tokens=len(expected[0].token_ids), ignore_eos=True)
-    prompts = [one.prompt_ids for one in expected]
-    outputs = llm.generate(
-        prompt_token_ids=prompts, sampling_params=params, lora_request=args.lora, use_tqdm=False
+    llm = LLM(**{**given, **sizes, "skip_tokenizer_init": True})
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    outputs = llm.generate(None, params, prompt_token_ids=prompts, lora_request=args.lora, use_tqdm=False)
+    runner = llm.engine.stepper.runner
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(runner.weights.layers)}
+    is_quantized = any(kind.kind in "iu" or kind.itemsize == 1 for kind in kinds)
+    tolerance, errors = (
+        args.tolerance or (ROUNDED if is_quantized else EXACT),
+        [0.0] * len(expected[0].hidden),
     )
-    is_quantized = bool(quantized_bytes(llm.engine.stepper.runner.weights, np.dtype(np.float32))[0])
-    is_quantized |= any(type(leaf).__name__.startswith("Quantized") for leaf in _matrices(llm))
-    tolerance = args.tolerance or (ROUNDED if is_quantized else EXACT)
-    errors = [0.0] * len(expected[0].hidden)
     for one in expected:
-        ours = hidden_states(llm.engine.stepper.runner, one.prompt_ids, adapted=bool(args.lora))
+        ours = hidden_states(runner, one.prompt_ids, adapted=bool(args.lora))
         if len(ours) != len(one.hidden):
             raise ModelError(f"the reference has {len(one.hidden) - 1} layers, not {len(ours) - 1}")
         errors = [max(e, difference(a, b)) for e, a, b in zip(errors, ours, one.hidden, strict=True)]
-    agreeing = [
-        _agreeing(o.outputs[0].token_ids, e.token_ids) for o, e in zip(outputs, expected, strict=True)
-    ]
+    pairs = zip(outputs, expected, strict=True)
     return {
         "tolerance": tolerance,
         "quantized": is_quantized,
         "differences": dict(zip(["embedding", *map(str, range(len(errors) - 1))], errors, strict=True)),
         "first_differing": next((i - 1 for i, e in enumerate(errors) if not e <= tolerance), None),
         "tokens": sum(len(one.token_ids) for one in expected),
-        "tokens_agreeing": sum(agreeing),
-        "tokens_by_prompt": agreeing,
+        "tokens_agreeing": sum(_agreeing(ours.outputs[0].token_ids, one.token_ids) for ours, one in pairs),
     }
-
-
-def _matrices(llm: Any) -> list[Any]:
-    import jax
-
-    weights = llm.engine.stepper.runner.weights
-    return jax.tree.leaves(weights, is_leaf=lambda node: hasattr(node, "matmul"))
 
 
 def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = False) -> list[Floats]:

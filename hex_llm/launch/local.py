@@ -176,7 +176,7 @@ async def run(engine: EngineClient, config: ServerConfig, listeners: list[socket
         loading.cancel()
         await asyncio.wait([loading])
         if fronts is not None:
-            await fronts.end(config.drain_timeout)
+            await fronts.end(config.drain_timeout + STOP_S)
         for task in beside:
             task.cancel()
         await asyncio.wait(beside)

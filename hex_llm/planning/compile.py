@@ -111,22 +111,23 @@ def compiler_problem() -> str:
 
 def compiled_memory(option: Option) -> dict[str, Any]:
     """Bytes of a device by the compiler, for the plan's steps, beside the plan's own figure."""
-    if option.chip.platform != "tpu":
+    if option.slice.chip.platform != "tpu":
         raise ConfigError(f"--compile: {option.slice.name} is no TPU; choose one with --on")
     if problem := compiler_problem():
         raise ConfigError(f"--compile: there is no TPU compiler here: {problem}")
     load, spec, found = option.load, option.footprint.plan.held, option.footprint
-    sizes = Sizes(load.concurrency, load.context, 2048, option.kv_tokens, 32, load.context)
+    name, kv_tokens = option.slice.chip.name, option.figures.kv_tokens
+    sizes = Sizes(load.concurrency, load.context, 2048, kv_tokens, 32, load.context)
     told: dict[str, Any] = {}
     try:
-        mesh = topology_mesh(f"{option.chip.name}:{option.slice.topology}")
-        context = context_of(spec, mesh, KINDS.get(option.chip.name, option.chip.name), sizes)
-        for name, shape in step_shapes(sizes).items():
+        mesh = topology_mesh(f"{name}:{option.slice.topology}")
+        context = context_of(spec, mesh, KINDS.get(name, name), sizes)
+        for kind, shape in step_shapes(sizes).items():
             function, arguments, donated, lie = programs.described(shape, context, *held(context, sizes), {})
             step = jax.jit(function, donate_argnums=donated, out_shardings=lie).lower(*arguments).compile()
             memory: Any = step.memory_analysis()
             results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            told[f"{name}_bytes"] = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+            told[f"{kind}_bytes"] = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
     except Exception as error:
         raise HexError(f"--compile: {one_line(' '.join(str(error).split())[:300])}") from error
-    return {**told, "planned_bytes": found.weights + option.kv_tokens * found.per_token + found.temporaries}
+    return {**told, "planned_bytes": found.weights + kv_tokens * found.per_token + found.temporaries}

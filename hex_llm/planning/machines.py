@@ -39,9 +39,8 @@ class Chip:
     fp8: bool = True  # multiplies floats of 8 bits, where the engine keeps them so
 
     def __post_init__(self) -> None:
-        for name in ("hbm", "bandwidth", "flops", "decode", "prefill", "price", "devices"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"[{self.name}] {name}={getattr(self, name)} must be more than 0")
+        if min(self.hbm, self.bandwidth, self.flops, self.decode, self.prefill, self.price) <= 0:
+            raise ValueError(f"[{self.name}] has a number that is not more than 0")
 
     @property
     def usable(self) -> float:

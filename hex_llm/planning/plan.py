@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 from hex_llm.errors import ConfigError
 from hex_llm.planning.footprint import Footprint, Model, footprint
@@ -21,8 +19,7 @@ TYPES = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 RULE_CHIP, RULE_GB = "v5e", 16  # of the rule by which chips are counted before anything is measured
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What is to be served: so many requests at once, each of these lengths."""
 
     context: int  # the most of input and output together
@@ -31,130 +28,36 @@ class Load:
     output_len: int
 
 
-@dataclass(frozen=True)
-class Option:
+class Figures(NamedTuple):
+    """Of a model on a slice; bytes are a device's."""
+
+    weights_bytes: int
+    kv_bytes_per_token: int
+    temporary_bytes: int
+    usable_bytes: float
+    free_bytes: float  # after the weights
+    hbm_utilization_factor: float  # as much as leaves room for temporaries
+    kv_tokens: int
+    max_concurrency: float  # requests of the whole context that the KV cache holds
+    ttft_floor_s: float  # of a lone request
+    ttft_s: float
+    tpot_floor_s: float  # with all requests running
+    tpot_s: float
+    output_tokens_per_s: float  # of all requests together; prompts are taken in between
+    price_per_hour: float
+    dollars_per_million_output_tokens: float
+
+
+class Option(NamedTuple):
     """The model on one slice."""
 
     slice: Slice
     footprint: Footprint
     load: Load
-
-    @property
-    def chip(self) -> Chip:
-        return self.slice.chip
-
-    @property
-    def free(self) -> float:
-        """Bytes of each device after the weights."""
-        return self.chip.usable - self.footprint.weights
-
-    @property
-    def factor(self) -> float:
-        """--hbm_utilization_factor: as much as leaves room for temporaries."""
-        if self.free <= 0:
-            return 0.0
-        return max(
-            min(START_FACTOR, math.floor(100 * (1 - self.footprint.temporaries / self.free)) / 100), 0.0
-        )
-
-    @property
-    def kv_tokens(self) -> int:
-        return max(int(self.free * self.factor / self.footprint.per_token), 0)
-
-    @property
-    def max_concurrency(self) -> float:
-        """Requests of the whole context that the KV cache holds."""
-        return self.kv_tokens / self.load.context
-
-    @property
-    def problem(self) -> str:
-        """Why it does not fit; empty: it does."""
-        weights, usable = self.footprint.weights / 1e9, self.chip.usable / 1e9
-        if self.footprint.has_float8 and not self.chip.fp8:
-            return "it does not multiply floats of 8 bits, as these weights are"
-        if self.free <= 0:
-            return f"{weights:.1f} GB of weights on each device, which has {usable:.1f} GB" + self._expanded
-        if self.max_concurrency < 1:
-            return (
-                f"{weights:.1f} of {usable:.1f} GB are weights: KV cache for {self.kv_tokens:,} tokens, "
-                f"less than one context of {self.load.context:,}" + self._expanded
-            )
-        if self.max_concurrency < self.load.concurrency:
-            return (
-                f"the KV cache holds {self.max_concurrency:.1f} contexts of {self.load.context:,} tokens, "
-                f"not {self.load.concurrency}" + self._expanded
-            )
-        return ""
-
-    @property
-    def _expanded(self) -> str:
-        floats = "; quantized weights are expanded to floats there"
-        return floats if self.footprint.is_expanded else ""
-
-    # ---- times
-
-    def step_floor(self, num_rows: int) -> float:
-        """Seconds of a step that decodes so many sequences."""
-        work, context = self.footprint.work, self.load.input_len + self.load.output_len / 2
-        kept = num_rows * context * self.footprint.per_token
-        read = (self.footprint.read_in_step(num_rows) + kept) / self.chip.bandwidth
-        computed = num_rows * (work.per_token + work.per_choice) / self.slice.num_devices / self.chip.flops
-        return max(read, computed)
-
-    @property
-    def prefill_floor(self) -> float:
-        """Seconds until one prompt is taken in."""
-        work, num = self.footprint.work, self.load.input_len
-        pairs = sum(each * min(num / 2, far) * num for far, each in work.per_pair.items())
-        computed = (num * work.per_token + pairs) / self.slice.num_devices / self.chip.flops
-        return max(computed, self.footprint.read_in_step(num) / self.chip.bandwidth)
-
-    @cached_property
-    def ttft(self) -> float:
-        """Of a lone request."""
-        return self.prefill_floor / self.chip.prefill
-
-    @cached_property
-    def tpot(self) -> float:
-        """With all requests running."""
-        return self.step_floor(self.load.concurrency) / self.chip.decode
-
-    @property
-    def output_rate(self) -> float:
-        """Tokens a second of all requests together; prompts are taken in between."""
-        load = self.load
-        return (
-            load.concurrency * load.output_len / (load.concurrency * self.ttft + load.output_len * self.tpot)
-        )
-
-    @property
-    def cost(self) -> float:
-        """Dollars for a million output tokens."""
-        return self.slice.price / (self.output_rate * 3600) * 1e6
-
-    def figures(self) -> dict[str, Any]:
-        one, found = self.slice, self.footprint
-        return {
-            "slice": one.name,
-            "machine_type": one.machine_type,
-            "topology": one.topology,
-            "num_hosts": one.num_hosts,
-            "price_per_hour": one.price,
-            "weights_bytes": found.weights,
-            "kv_bytes_per_token": found.per_token,
-            "temporary_bytes": found.temporaries,
-            "usable_bytes": self.chip.usable,
-            "kv_tokens": self.kv_tokens,
-            "max_concurrency": self.max_concurrency,
-            "ttft_s": {"floor": self.prefill_floor, "likely": self.ttft},
-            "tpot_s": {"floor": self.step_floor(self.load.concurrency), "likely": self.tpot},
-            "output_tokens_per_s": self.output_rate,
-            "dollars_per_million_output_tokens": self.cost,
-        }
+    figures: Figures
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     model: Model
     load: Load
     fitting: Sequence[Option]  # of each chip the smallest slice, the cheapest by the hour first
@@ -177,15 +80,52 @@ def make_plan(model: Model, load: Load, slices: Iterable[Slice]) -> Plan:
         except ConfigError as error:
             problems[one.name] = str(error)
             continue
-        option = Option(one, found, load)
-        if option.problem:
-            problems[one.name] = option.problem
+        option = Option(one, found, load, figures_of(one, found, load))
+        if problem := problem_of(option):
+            problems[one.name] = problem
         else:
             fitting[one.chip.name] = option
     if not fitting:
         name, problem = list(problems.items())[-1]
         raise ConfigError(f"the model fits on none of {', '.join(problems)}; on {name}: {problem}")
     return Plan(model, load, sorted(fitting.values(), key=lambda one: one.slice.price), problems)
+
+
+def problem_of(option: Option) -> str:
+    """Why it does not fit; empty: it does."""
+    (_, found, load, told), chip = option, option.slice.chip
+    if found.has_float8 and not chip.fp8:
+        return "it does not multiply floats of 8 bits, as these weights are"
+    weights, usable = f"{found.weights / 1e9:.1f}", f"{chip.usable / 1e9:.1f} GB"
+    expanded = "; quantized weights are expanded to floats there" if found.is_expanded else ""
+    if told.free_bytes <= 0:
+        return f"{weights} GB of weights on each device, which has {usable}{expanded}"
+    if told.max_concurrency < 1:
+        short = f"KV cache for {told.kv_tokens:,} tokens, less than one context of {load.context:,}"
+        return f"{weights} of {usable} are weights: {short}{expanded}"
+    if told.max_concurrency < load.concurrency:
+        contexts = f"{told.max_concurrency:.1f} contexts of {load.context:,} tokens"
+        return f"the KV cache holds {contexts}, not {load.concurrency}{expanded}"
+    return ""
+
+
+def figures_of(one: Slice, found: Footprint, load: Load) -> Figures:
+    chip, work, num = one.chip, found.work, load.input_len
+    free = chip.usable - found.weights
+    spare = math.floor(100 * (1 - found.temporaries / free)) / 100 if free > 0 else 0.0
+    factor = max(min(START_FACTOR, spare), 0.0)
+    kv_tokens = max(int(free * factor / found.per_token), 0)
+    flops = one.num_devices * chip.flops
+    pairs = sum(each * min(num / 2, far) * num for far, each in work.per_pair.items())
+    prefill = max((num * work.per_token + pairs) / flops, found.read_in_step(num) / chip.bandwidth)
+    kept = load.concurrency * (num + load.output_len / 2) * found.per_token
+    read = (found.read_in_step(load.concurrency) + kept) / chip.bandwidth
+    decode = max(read, load.concurrency * (work.per_token + work.per_choice) / flops)
+    ttft, tpot = prefill / chip.prefill, decode / chip.decode
+    rate = load.concurrency * load.output_len / (load.concurrency * ttft + load.output_len * tpot)
+    memory = (found.weights, found.per_token, found.temporaries, chip.usable, free, factor, kv_tokens)
+    times = (kv_tokens / load.context, prefill, ttft, decode, tpot, rate)
+    return Figures(*memory, *times, one.price, one.price / (rate * 3600) * 1e6)
 
 
 def least_gb(billions: float, bits: int) -> float:

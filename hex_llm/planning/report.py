@@ -35,7 +35,7 @@ def flags_of(plan: Plan, option: Option) -> list[str]:
         "tensor_parallel_size": one.num_devices,
         "num_hosts": one.num_hosts if one.num_hosts > 1 else None,
         "max_model_len": plan.load.context,
-        "hbm_utilization_factor": option.factor,
+        "hbm_utilization_factor": option.figures.hbm_utilization_factor,
         "quantization": config.quantization,
         "revision": config.revision,
     }
@@ -44,7 +44,7 @@ def flags_of(plan: Plan, option: Option) -> list[str]:
 
 def values_of(plan: Plan, option: Option, **given: Any) -> dict[str, Any]:
     """The fields of commands.toml; `given` are those of a deployment."""
-    one, chip, flags = option.slice, option.chip, flags_of(plan, option)
+    one, chip, flags = option.slice, option.slice.chip, flags_of(plan, option)
     model = plan.model.config.model or ""
     model = "MODEL" if model.endswith(".json") else model
     name = Path(_name(plan)).name.removesuffix(".json")
@@ -87,7 +87,7 @@ def values_of(plan: Plan, option: Option, **given: Any) -> dict[str, Any]:
 
 
 def commands(plan: Plan, image: str) -> dict[str, str]:
-    values, platform = values_of(plan, plan.best, image=image), plan.best.chip.platform
+    values, platform = values_of(plan, plan.best, image=image), plan.best.slice.chip.platform
     texts = {name: TEMPLATES[name] for name in ("serve", "vertex", "gcloud")}
     texts |= {name: TEMPLATES[name][platform] for name in ("vm", "gke")}
     return {name: text.format(**values).strip() for name, text in texts.items()}
@@ -103,16 +103,22 @@ def as_json(plan: Plan, chips: Mapping[str, Chip], image: str) -> dict[str, Any]
         "max_len": model.spec.max_len,
         "least_gb": {name: least_gb(model.named_billions, bits) for name, bits in TYPES.items()},
         "steps": steps(plan, chips),
-        "load": vars(plan.load),
-        "options": [{**one.figures(), "flags": flags_of(plan, one)} for one in plan.fitting],
+        "load": plan.load._asdict(),
+        "options": [_option(plan, one) for one in plan.fitting],
         "does_not_fit": dict(plan.problems),
         "commands": commands(plan, image),
     }
 
 
+def _option(plan: Plan, option: Option) -> dict[str, Any]:
+    one, names = option.slice, ("name", "machine_type", "topology", "num_hosts")
+    place = {name: getattr(one, name) for name in names}
+    return {**place, **option.figures._asdict(), "flags": flags_of(plan, option)}
+
+
 def steps(plan: Plan, chips: Mapping[str, Chip]) -> list[str]:
     """The five of Hex-LLM's documentation."""
-    model, best, size = plan.model, plan.best, plan.model.named_billions
+    model, best, size = plan.model, plan.best.figures, plan.model.named_billions
     gb = least_gb(size, model.bits)
     wanted = rule_slice(gb, chips[RULE_CHIP]) if RULE_CHIP in chips else None
     by_rule = "more than the largest slice has"
@@ -123,8 +129,8 @@ def steps(plan: Plan, chips: Mapping[str, Chip]) -> list[str]:
         f"memory, at least: {size:g} * ({model.bits} / 8) = {gb} GB",
         f"{RULE_CHIP} chips, by {gb} / {RULE_GB}: more than {gb / RULE_GB:.2g}; {by_rule}",
         f"the context: --max_model_len={plan.load.context}",
-        f"on {best.slice.name}, {best.free / 1e9:.1f} GB of each device are free for the KV cache: "
-        f"--hbm_utilization_factor={best.factor}",
+        f"on {plan.best.slice.name}, {best.free_bytes / 1e9:.1f} GB of each device are free for KV: "
+        f"--hbm_utilization_factor={best.hbm_utilization_factor}",
     ]
 
 
@@ -156,17 +162,17 @@ def _name(plan: Plan) -> str:
 
 
 def _row(option: Option, mark: str) -> tuple[str, ...]:
-    one = option.slice
+    one, told = option.slice, option.figures
     return (
         mark,
         one.name,
         one.machine_type + (f" × {one.num_hosts}" if one.num_hosts > 1 else ""),
         f"{one.price:.2f}",
-        f"{option.footprint.weights / 1e9:.1f}",
-        f"{option.kv_tokens:,}",
-        f"{int(option.max_concurrency)}",
-        f"{option.ttft * 1e3:.0f} ms",
-        f"{option.tpot * 1e3:.1f} ms",
-        f"{option.output_rate:,.0f}",
-        f"{option.cost:.2f}",
+        f"{told.weights_bytes / 1e9:.1f}",
+        f"{told.kv_tokens:,}",
+        f"{int(told.max_concurrency)}",
+        f"{told.ttft_s * 1e3:.0f} ms",
+        f"{told.tpot_s * 1e3:.1f} ms",
+        f"{told.output_tokens_per_s:,.0f}",
+        f"{told.dollars_per_million_output_tokens:.2f}",
     )

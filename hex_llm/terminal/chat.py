@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -15,13 +14,14 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from hex_llm.bench.arguments import Flag, Parser
-from hex_llm.bench.client import Refused, Server
+from hex_llm.bench.client import Server
 from hex_llm.errors import ConfigError, HexError, one_line
 from hex_llm.flags import read_flags
 
-HISTORY = Path("~/.cache/hex_llm/chat_history")
 SHOW = partial(print, end="", flush=True)
 START_S, POLL_S = 600, 0.2
 HELP = """/help             this
@@ -31,7 +31,6 @@ HELP = """/help             this
 /set NAME VALUE   a field of the requests (temperature, max_tokens, top_p, seed, ...); without, show them
 /retry            ask the last question again
 /save FILE        write the conversation as JSON
-/load FILE        go on with a saved one
 /exit             leave, as Ctrl-D does; Ctrl-C ends an answer"""
 
 
@@ -43,19 +42,22 @@ def chat(argv: Sequence[str]) -> None:
         ("api-key", str, os.environ.get("HEX_LLM_API_KEY"), "its key; also HEX_LLM_API_KEY"),
         ("system", str, None, "how the model is to behave"),
         ("prompt", str, None, "ask this, print the answer and leave"),
+        ("set", {"action": "append"}, [], "NAME=VALUE, a field of the requests; may be given several times"),
     ]
     parser.add_flags("flags", flags)
     args, rest = parser.parse(argv)
-    if args.url and rest:
-        model = read_flags(rest).values.pop("model", None)
-        if model is None or len(rest) > 1:
-            raise ConfigError(f"{rest[0]}: a server that runs takes no flags; only --url and a model's name")
+    given = read_flags(rest).values  # wrong ones are told here
+    if args.url and given.keys() - {"model"}:
+        raise ConfigError(f"{rest[0]}: a server that runs takes no flags; only --url and a model's name")
     with _server(args.url, rest, args.api_key) as server:
-        session = Session(server, args.system, model if args.url and rest else None)
+        session = Session(server, args.system, given.get("model") if args.url else None)
+        for field in args.set:
+            session.command("set", field.replace("=", " ", 1))
         if args.prompt is not None:
             session.take(args.prompt)
             return
-        _remember_lines()
+        with suppress(ImportError):
+            import readline  # noqa: F401 # input() has a history then
         print(f"{session.model} on {server.base_url}; /help lists the commands")
         while session.is_open:
             try:
@@ -97,43 +99,34 @@ class Session:
 
     def say(self, text: str) -> None:
         """The answer is written as it comes. One that fails leaves the conversation as it was."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        answer: list[str] = []
+        asked, answer = [*self.messages, {"role": "user", "content": text}], []
         try:
-            asyncio.run(self._stream(asked, answer))
+            for delta in self._deltas(asked):
+                self.write(delta.get("reasoning_content") or delta.get("reasoning") or "")
+                answer.append(delta.get("content") or "")
+                self.write(answer[-1])
         except KeyboardInterrupt:
             self.write(" [ended]")
-        except OSError as error:
-            raise HexError(f"{self.server.base_url} is unreachable: {error}") from error
         self.write("\n")
         self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
 
-    async def _stream(self, messages: list[dict[str, Any]], answer: list[str]) -> None:
-        pending, fault = bytearray(), ""
-
-        def feed(data: bytes, _: float) -> None:
-            nonlocal fault
-            pending.extend(data)
-            *events, rest = bytes(pending).split(b"\n\n")
-            pending[:] = rest
-            for event in events:
-                body = event.removeprefix(b"data: ")
-                if body == b"[DONE]" or not event.startswith(b"data: "):
-                    continue
-                chunk = json.loads(body)
-                fault = fault or str((chunk.get("error") or {}).get("message", ""))
-                for choice in chunk.get("choices", []):
-                    delta = choice.get("delta", {})
-                    text = delta.get("content") or ""
-                    self.write(delta.get("reasoning_content") or delta.get("reasoning") or "")
-                    self.write(text)
-                    answer.append(text)
-
+    def _deltas(self, messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         body = {"model": self.model, "messages": messages, "stream": True, **self.fields}
-        await self.server.post("/v1/chat/completions", body, feed, f"chat-{time.time_ns()}")
-        self.server.close()
-        if fault:
-            raise Refused(fault)
+        url, headers = f"{self.server.base_url}/v1/chat/completions", self.server.headers
+        try:
+            with urlopen(Request(url, json.dumps(body).encode(), headers)) as reply:
+                for line in reply:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    chunk = json.loads(line.removeprefix(b"data: "))
+                    if "error" in chunk:
+                        raise HexError(one_line(str(chunk["error"]["message"])))
+                    yield from (choice["delta"] for choice in chunk["choices"])
+        except HTTPError as error:
+            told = one_line(" ".join(error.read().decode("utf-8", "replace").split())[:300])
+            raise HexError(f"HTTP {error.code}: {told}") from error
+        except OSError as error:
+            raise HexError(f"{url} is unreachable: {error}") from error
 
     def command(self, name: str, text: str) -> None:
         match name:
@@ -159,14 +152,12 @@ class Session:
                 *self.messages, question, _ = self.messages
                 self.say(question["content"])
             case "save" if text:
-                with _of_file(text):
+                try:
                     Path(text).expanduser().write_text(
                         json.dumps(self.messages, indent=1, ensure_ascii=False)
                     )
-            case "load" if text:
-                with _of_file(text):
-                    saved = json.loads(Path(text).expanduser().read_text())
-                    self.messages = [{"role": str(one["role"]), "content": one["content"]} for one in saved]
+                except OSError as error:
+                    raise ConfigError(f"{text}: {error.strerror}") from error
             case "exit" | "quit":
                 self.is_open = False
             case _:
@@ -187,22 +178,11 @@ class Session:
 
 
 @contextmanager
-def _of_file(name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{name or 'FILE'}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{name}: no saved conversation") from error
-
-
-@contextmanager
 def _server(url: str | None, flags: Sequence[str], api_key: str | None) -> Iterator[Server]:
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     if url is not None:
         yield Server(url, headers)
         return
-    read_flags(flags)  # wrong ones are told here
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "hex_llm.cli", "serve", *flags, "--host=127.0.0.1", f"--port={port}"]
@@ -231,23 +211,3 @@ def _await(server: Server, process: subprocess.Popen[bytes]) -> None:
             return
         time.sleep(POLL_S)
     raise HexError(f"the server is not ready after {START_S} s")
-
-
-def _remember_lines() -> None:
-    """What was typed comes back with the arrow keys, in the next chat too."""
-    try:
-        import atexit
-        import readline
-    except ImportError:  # on Windows there is none
-        return
-    path = HISTORY.expanduser()
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        readline.read_history_file(path)
-    readline.set_history_length(1000)
-
-    def write() -> None:
-        with suppress(OSError):
-            readline.write_history_file(path)
-
-    atexit.register(write)

@@ -75,11 +75,8 @@ def fetch_headers(config: EngineConfig, folder: Path) -> tuple[Path, bool]:
     if model is not None and Path(model).suffix == ".json":
         (folder / "config.json").symlink_to(Path(model).expanduser().absolute())
         return folder, True
-    is_bare = (
-        model is not None
-        and os.path.isdir(path := os.path.expanduser(model))
-        and not like(os.listdir(path), "*.safetensors", "*.gguf")
-    )
+    path = os.path.expanduser(model or "")
+    is_bare = os.path.isdir(path) and not like(os.listdir(path), "*.safetensors", "*.gguf")
     config_only = is_bare or (model or "").startswith("gs://")
     return fetch_for(config, model, config_only=config_only), config_only
 

@@ -57,7 +57,7 @@ def test_a_cache_of_someone_else(
 
 
 def test_all_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", (doctor._packages, doctor._disk, doctor._hub))
+    monkeypatch.setattr(doctor, "CHECKS", (doctor._packages, doctor._disk))
     assert main(["doctor"]) == 0
     assert "!" not in capsys.readouterr().out
     assert main(["doctor", "--jsn"]) == 2

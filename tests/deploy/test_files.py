@@ -45,7 +45,7 @@ def test_manifests_speak_of_flags_and_routes_that_there_are() -> None:
     nodes = [node for path in MANIFESTS for node in everything(yaml.safe_load(path.read_text()))]
     dicts = [node for node in nodes if isinstance(node, dict)]
     args = [node["args"] for node in dicts if "image" in node and "args" in node]
-    assert len(args) == 2
+    assert len(args) == 3
     for one in args:
         read_flags(one)
     app = create_app(FakeBackend(byte_tokenizer()), ServerConfig())

@@ -47,7 +47,7 @@ def test_requests_are_divided_and_choices_stay_together() -> None:
     with_client(test, config=TWO)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_the_death_of_one_is_none_of_the_others_business(sign: signal.Signals) -> None:
     async def test(client: EngineClient) -> None:
         tasks = [asyncio.create_task(complete(client, [i], LONG)) for i in range(5, 11)]
@@ -190,6 +190,7 @@ def test_one_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_hanging_step_of_one_is_none_of_the_others_business() -> None:
     async def test(client: EngineClient) -> None:
         hanging = asyncio.create_task(complete(client, [5, HANGS], SamplingParams(max_tokens=1)))

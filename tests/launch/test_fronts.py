@@ -71,6 +71,7 @@ def test_all_share_the_port_the_engines_and_their_numbers() -> None:
         assert all(sum(one.cpu_times()[:2]) > 0 for one in fronts_of(process))
 
 
+@pytest.mark.slow
 def test_a_front_end_that_dies_takes_its_own_requests_alone() -> None:
     with several("FakeEngine(step_s=0.01)", 1, 2, stuck_timeout=4) as (process, address):
         with ThreadPoolExecutor(16) as pool:
@@ -89,6 +90,7 @@ def test_a_front_end_that_dies_takes_its_own_requests_alone() -> None:
         assert {post(address, {**BODY, "max_tokens": 3}).status_code for _ in range(12)} == {200}
 
 
+@pytest.mark.slow
 def test_a_front_end_that_is_stuck_is_replaced() -> None:
     with several("FakeEngine()", 1, 2, stuck_timeout=2) as (process, _):
         (child,) = fronts_of(process)
@@ -117,7 +119,7 @@ def test_the_death_of_an_engine_is_told_to_all() -> None:
             assert post(address, {**BODY, "max_tokens": 3}).status_code == 200
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_all_end_together(sign: signal.Signals) -> None:
     """After SIGTERM when requests have ended, whichever front end has them."""
     with (
@@ -139,8 +141,9 @@ def test_all_end_together(sign: signal.Signals) -> None:
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ConfigError, match="more than --max_concurrent_requests=2"):
         local.check_fronts(EngineConfig(max_concurrent_requests=2), ServerConfig(api_server_count=3))
-    with pytest.raises(ConfigError, match="allow_runtime_lora_updating"):
-        ServerConfig(api_server_count=2, allow_runtime_lora_updating=True)
+    for name in ("allow_runtime_lora_updating", "enable_response_store"):
+        with pytest.raises(ConfigError, match=name):
+            ServerConfig(api_server_count=2, **{name: True})  # type: ignore[arg-type]
     sockets = local.bind_all(ServerConfig(host="127.0.0.1", port=0, api_server_count=2))
     port = sockets[0].getsockname()[1]
     assert sockets[1].getsockname()[1] == port

@@ -38,6 +38,20 @@ def test_no_token_of_many_streams_is_lost_or_moved(tmp_path: Path, num_streams: 
     assert took_s < 2 * takes_s + 10
 
 
+@pytest.mark.slow
+def test_no_token_is_lost_between_many_replicas_and_front_ends(tmp_path: Path) -> None:
+    """As fast as this machine can: what it reaches is printed, not asked for."""
+    num_streams, num_tokens = 128, 500
+    streams = make_streams(num_streams, num_tokens)
+    rate = {"tokens_per_s": 100_000.0, "num_streams": num_streams}
+    with loaded_server(tmp_path / "journal", **rate, num_replicas=8, num_fronts=4) as (address, _):  # type: ignore[arg-type]
+        started = time.monotonic()
+        read_all(address, streams)
+        print(f"{num_streams * num_tokens / (time.monotonic() - started):,.0f} tokens/s")
+    for stream in streams:
+        stream.check()
+
+
 @pytest.mark.parametrize("num_idle", [300, pytest.param(5000, marks=pytest.mark.slow)])
 def test_idle_connections_do_not_disturb_a_stream(tmp_path: Path, num_idle: int) -> None:
     able = allow_files(num_idle + SPARE_FILES)

@@ -63,8 +63,6 @@ def test_commands(session: Session, written: list[str], tmp_path: Path, backend:
     assert session.messages == saved
     session.take("/clear")
     assert [one["role"] for one in session.messages] == ["system"]
-    session.take("/load " + str(tmp_path / "talk.json"))
-    assert session.messages == saved
     session.take("/system Be kind.")
     written.clear()
     for command in ("/system", "/model", "/set"):
@@ -79,7 +77,6 @@ def test_commands(session: Session, written: list[str], tmp_path: Path, backend:
     [
         ("/halp", "/halp: unknown, or not now; /help lists the commands"),
         ("/model other", "other: the server has fake"),
-        ("/load /none", "/none: No such file or directory"),
         ("/save /none/x", "/none/x: No such file or directory"),
         ("/retry", "/retry: unknown, or not now"),
     ],
@@ -98,13 +95,14 @@ def test_a_request_that_is_refused_changes_nothing(session: Session) -> None:
 
 
 def test_the_command(
-    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", f"--url={address}", "--prompt=abc"]) == 0
     assert "cba" in capsys.readouterr().out
+    assert main(["chat", f"--url={address}", "--set=max_tokens=2", "--prompt=abc"]) == 0
+    assert len(capsys.readouterr().out.strip()) == 2
     lines = iter(["abc", "/nonsense", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    monkeypatch.setattr("hex_llm.terminal.chat.HISTORY", tmp_path / "history")
     assert main(["chat", f"--url={address}"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"fake on {address}; /help lists the commands\n")
@@ -120,7 +118,7 @@ def test_the_command(
 @pytest.mark.slow
 def test_a_server_is_started_for_it(capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--no-warmup", "--max_model_len=256", "--num_blocks=32", "--max_decode_seqs=2"]
-    assert main(["chat", *flags, "--prompt=What is the capital of France?"]) == 0
+    assert main(["chat", *flags, "--set=temperature=0", "--prompt=What is the capital of France?"]) == 0
     assert "Paris" in capfd.readouterr().out
 
 

@@ -92,7 +92,8 @@ class GrowingMessage:
         usage = usage_of(len(collector.request.prompt_ids), collector.num_cached, self._num_output)
         if not self._is_begun:
             self._is_begun = True
-            message = self.whole({**usage, "output_tokens": 0}) | {"content": []}
+            # As vLLM's: at first the whole prompt, and at the end what of it was cached.
+            message = self.whole(usage_of(len(collector.request.prompt_ids), 0, 0)) | {"content": []}
             events = [{"type": "message_start", "message": message}, {"type": "ping"}, *events]
         if delta.finish_reason is not None:
             events += [
