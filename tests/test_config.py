@@ -71,6 +71,7 @@ ENGINE_DEFAULTS = {
     "data_parallel_size": 1,
     "tensor_parallel_size": 1,
     "worker_distributed_method": "mp",
+    "ray_address": None,
     "enable_jit": True,
     "warmup": True,
     "max_prefill_seqs": None,

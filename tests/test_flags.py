@@ -108,12 +108,13 @@ BUILT: dict[str, Any] = {
     "async_scheduling": False,
     "allow_priority": True,
     "recompile": "error",
+    "worker_distributed_method": "ray",
+    "ray_address": "10.0.0.1:6379",
     "max_concurrent_requests": 128,
     "profile": "traces",
 }
 # The same for every flag that is not, with the feature that the refusal names.
 PENDING = {
-    "worker_distributed_method": ("ray", "Ray workers"),
     "kv_cache_dtype": ("fp8", "other types of the KV cache"),
 }
 

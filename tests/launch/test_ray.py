@@ -98,15 +98,16 @@ def test_what_a_cluster_lacks_is_told_in_one_line(cluster: Any, monkeypatch: pyt
 
     monkeypatch.setattr(launch, "PLACE_S", 2.0)
     config = EngineConfig(num_hosts=3, tensor_parallel_size=3, ray_address=cluster.address)
-    with pytest.raises(ConfigError, match="--num_hosts=3: within 2 s the Ray cluster had no such nodes"):
-        with launch.ray_hosts(config):
-            pass
+    message = "--num_hosts=3: within 2 s the Ray cluster had no such nodes"
+    with pytest.raises(ConfigError, match=message), launch.ray_hosts(config):
+        pass
 
 
 def test_no_cluster_is_told_in_one_line() -> None:
     from hex_llm.launch import ray as launch
 
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError, match=f"--ray_address={address}: no Ray cluster answers"):
-        with launch.ray_hosts(EngineConfig(num_hosts=2, tensor_parallel_size=2, ray_address=address)):
-            pass
+    config = EngineConfig(num_hosts=2, tensor_parallel_size=2, ray_address=address)
+    message = f"--ray_address={address}: no Ray cluster answers"
+    with pytest.raises(ConfigError, match=message), launch.ray_hosts(config):
+        pass
