@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,14 +43,16 @@ class Slot:
     number: int  # from 1
     adapter: HostAdapter | None = None
     num_users: int = 0  # requests
-    staged: Future[Slots] | None = None  # while it is on its way to the devices
+    staged: Future[list[Slots]] | None = None  # while it is on its way to the devices of each runner
     used: float = 0.0  # when it was last taken
 
 
 class AdapterPool:
-    def __init__(self, config: EngineConfig, runner: Runner) -> None:
-        assert runner.adapter_layout is not None
-        self._config, self._runner, self._layout = config, runner, runner.adapter_layout
+    def __init__(self, config: EngineConfig, runners: Sequence[Runner]) -> None:
+        """A slot is the same adapter's on all runners."""
+        self._config, self._runners = config, runners
+        self._layouts = [one.adapter_layout for one in runners if one.adapter_layout is not None]
+        self._layout = self._layouts[0]
         self._names = AdapterNames(config)
         self._slots = [Slot(i) for i in range(1, self._layout.num_slots + 1)]
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, "adapters")
@@ -145,10 +148,13 @@ class AdapterPool:
             if not unused:
                 return None
             slot = min(unused, key=lambda one: one.used)
-            slot.adapter, slot.staged = adapter, self._copier.submit(self._layout.stage, adapter)
+            slot.adapter, slot.staged = adapter, self._copier.submit(self._stage, adapter)
         slot.num_users += 1
         slot.used = time.monotonic()
         return slot
+
+    def _stage(self, adapter: HostAdapter) -> list[Slots]:
+        return [layout.stage(adapter) for layout in self._layouts]
 
     def is_placed(self, slot: Slot) -> bool:
         """Whether steps can use it; raises what went wrong, and the slot is empty then."""
@@ -161,7 +167,8 @@ class AdapterPool:
         staged, slot.staged = slot.staged, None
         try:
             assert slot.adapter is not None
-            self._runner.write_adapter(slot.number, slot.adapter, staged.result())
+            for runner, one in zip(self._runners, staged.result(), strict=True):
+                runner.write_adapter(slot.number, slot.adapter, one)
         except Exception:
             slot.adapter = None
             raise

@@ -66,7 +66,8 @@ class Engine:
             spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
             config.max_loras if config.enable_lora else 0,
         )
-        adapters = None if runner.adapter_layout is None else AdapterPool(config, runner)
+        runners = [one.runner for one in self.stepper.steppers]
+        adapters = None if runner.adapter_layout is None else AdapterPool(config, runners)
         self.book = RequestBook(spec, self.limits, grammars, config.seed, adapters)
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it
 

@@ -111,18 +111,13 @@ def build_engine(
         runner, num_blocks = build(mesh)
         return Engine(config, runner.spec, runner, num_blocks, grammars, pooling, hosts)
     num_prefilling, num_decoding = map(int, config.disagg_topo.split(","))
-    check_separable(config)
+    if config.num_hosts > 1:
+        raise ConfigError(f"--disagg_topo={config.disagg_topo} and --num_hosts do not go together yet")
     devices = list(make_mesh(size * (num_prefilling + num_decoding)).devices.flat)
     parts = [build(make_mesh(size, devices[i : i + size])) for i in range(0, len(devices), size)]
     steppers = [Stepper(config, runner.spec, runner, num_blocks) for runner, num_blocks in parts]
     separate = SeparateSteppers(steppers[:num_prefilling], steppers[num_prefilling:])
     return Engine(config, parts[0][0].spec, *parts[0], grammars, pooling, stepper=separate)
-
-
-def check_separable(config: EngineConfig) -> None:
-    others = {"num_hosts": config.num_hosts > 1, "enable_lora": config.enable_lora}
-    for name in (name for name, is_asked_for in others.items() if is_asked_for):
-        raise ConfigError(f"--disagg_topo={config.disagg_topo} and --{name} do not go together yet")
 
 
 def build_runner(

@@ -47,6 +47,11 @@ def test_every_family_says_what_peft_says(tiny: Tiny, devices: int, tmp_path: Pa
     check(tiny, tmp_path, devices)
 
 
+@pytest.mark.slow
+def test_adapters_go_along_from_prefill_to_decode(tmp_path: Path) -> None:
+    check(FAMILIES[0], tmp_path, 1, disagg_topo="1,2")
+
+
 # Wide enough for the groups that CPUs multiply.
 WIDE = Tiny("wide", "LlamaForCausalLM", {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
 
