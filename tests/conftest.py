@@ -5,10 +5,13 @@ removes it. A program that an earlier run left would not be compiled as the test
 """
 
 import atexit
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -22,3 +25,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 # On a busy machine making an example may take long, which is nobody's fault.
 settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Commands set it for their process, which here is that of other tests too."""
+    level = logging.getLogger("hex_llm").level
+    yield
+    logging.getLogger("hex_llm").setLevel(level)

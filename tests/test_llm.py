@@ -95,7 +95,7 @@ def test_devices_that_do_not_divide_or_exist(folder: Path) -> None:
         LLM(model=folder, **FLAGS, tensor_parallel_size=3)
     with pytest.raises(ConfigError, match=r"only 8 cpu device.*xla_force_host_platform_device_count=16"):
         LLM(model=folder, **FLAGS, tensor_parallel_size=16)
-    with pytest.raises(ConfigError, match="several hosts"):
+    with pytest.raises(ConfigError, match="--num_hosts=4: 16 devices are needed, and there are 8 here"):
         LLM(model=folder, **FLAGS, tensor_parallel_size=16, num_hosts=4)
 
 

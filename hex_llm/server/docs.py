@@ -162,9 +162,8 @@ def _describe(operation: Schema, route: APIRoute, method: str) -> None:
     own_shape = ("AnthropicError",) if isinstance(route, AnthropicRoute) else ()
     for status in (*GATE, *(WITH_BODY if method == "POST" else ())):
         replies.setdefault(str(status), _error(status, *own_shape))
-    if route.name == "stored_response":
+    if "{response_id}" in route.path:
         replies["404"] = _error(404)
-        del replies["200"]
     for status in TGI if isinstance(route, TgiRoute) or route.name in BODIES else ():
         shapes = ("TgiError",) if isinstance(route, TgiRoute) else ("Error", "TgiError")
         replies[str(status)] = _error(status, *shapes)

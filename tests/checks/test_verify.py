@@ -67,6 +67,7 @@ def test_the_layer_that_is_wrong_is_found(
     assert f"error: {where} is the first that differs, by " in error
 
 
+@pytest.mark.slow
 def test_a_quantized_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LLAMA.save(tmp_path / "model")
     expanded = quantize(tmp_path / "model", BY_NAME["awq-64"])
@@ -75,6 +76,7 @@ def test_a_quantized_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert 0 < max(told["differences"].values()) < 1e-2
 
 
+@pytest.mark.slow
 def test_an_adapted_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It agrees with peft, and the model without it does not."""
     model = TINY["llama3"].save(tmp_path / "model")

@@ -22,21 +22,25 @@ def tokens(engine, asked) -> dict[tuple[str, int], list[int]]:
     return {name: [i for update in updates for i in update.token_ids] for name, updates in told.items()}
 
 
-def check_equal(tiny, folder, topology: str, size: int, **flags) -> None:
-    tiny.save(folder)
+@pytest.fixture(scope="module")
+def separate(folder):
+    """One prefills and one decodes."""
+    return make_engine(folder, disagg_topo="1,1")
+
+
+def check_equal(engine, alone) -> None:
     seeded = SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True, n=2)
     asked = [request(name, ids, GREEDY) for name, ids in prompts(6).items()]
     asked += [request("again", prompts(6)["r5"], GREEDY), request("sampled", [5, 6, 7], seeded)]
     asked += [request("short", [8], SamplingParams(temperature=0, max_tokens=1))]
-    expected = tokens(make_engine(folder), asked)
-    engine = make_engine(folder, disagg_topo=topology, tensor_parallel_size=size, **flags)
+    expected = tokens(alone, asked)
     assert tokens(engine, asked) == expected
     assert tokens(engine, asked) == expected  # now with prefixes that are cached
     assert engine.stats.num_prefix_hits > 0
 
 
-def test_one_prefills_and_one_decodes(tmp_path):
-    check_equal(LLAMA, tmp_path, "1,1", 1)
+def test_one_prefills_and_one_decodes(separate, folder):
+    check_equal(separate, make_engine(folder))
 
 
 @pytest.mark.slow
@@ -44,9 +48,12 @@ def test_one_prefills_and_one_decodes(tmp_path):
 @pytest.mark.parametrize("topology", ["1,1", "3,1", "1,2"])
 @pytest.mark.parametrize("tiny", [LLAMA, GEMMA2, MIXTRAL], ids=lambda tiny: tiny.name)
 def test_every_topology_gives_the_tokens_of_one_device(tmp_path, tiny, topology, size):
-    check_equal(tiny, tmp_path, topology, size)
+    tiny.save(tmp_path)
+    engine = make_engine(tmp_path, disagg_topo=topology, tensor_parallel_size=size)
+    check_equal(engine, make_engine(tmp_path))
 
 
+@pytest.mark.slow
 def test_little_room_makes_sequences_wait_and_go_back(tmp_path):
     """Decoders that are full push back; who is preempted there is prefilled again."""
     LLAMA.save(tmp_path)
@@ -58,9 +65,8 @@ def test_little_room_makes_sequences_wait_and_go_back(tmp_path):
     assert engine.stats.num_preemptions > 0
 
 
-def test_who_leaves_on_the_way_leaves_nothing_behind(tmp_path):
-    LLAMA.save(tmp_path)
-    engine = make_engine(tmp_path, disagg_topo="1,1")
+def test_who_leaves_on_the_way_leaves_nothing_behind(separate):
+    engine = separate
     asked = [request(name, ids, GREEDY) for name, ids in prompts(6).items()]
     left = iter(prompts(6))
 

@@ -123,6 +123,7 @@ class Shelf:
         return program
 
 
+@pytest.mark.slow
 def test_the_second_engine_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf, folder = Shelf(), tmp_path / "programs"
     monkeypatch.setattr(kept, "serialize", shelf.serialize)

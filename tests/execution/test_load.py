@@ -308,7 +308,7 @@ def test_parameters_have_the_types_that_they_declare(devices: int, tmp_path: Pat
 class Device:
     """Of another platform than the CPU."""
 
-    platform = "gpu"
+    platform, process_index = "gpu", 0
 
     def __init__(self, free: int | None) -> None:
         self.free = free

@@ -9,7 +9,7 @@ hex_llm.frontend.client:EngineClient._prepare
 hex_llm.frontend.requests:OpenRequests.add
 hex_llm.frontend.requests:OpenRequests.take
 hex_llm.frontend.requests:OpenRequests._take_updates
-hex_llm.frontend.process:Supervisor.send
+hex_llm.frontend.link:EngineLink.send
 hex_llm.ipc.protocol:encode
 hex_llm.ipc.protocol:Reader.decode
 hex_llm.text.detokenize:Detokenizer.add
