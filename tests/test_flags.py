@@ -185,6 +185,7 @@ def test_a_flag_that_is_not_built_is_refused_by_name(name: str, refused: tuple[s
         ("--tokens_pad_multiple=1024", {"prefill_len_padding": 1024}),
         ("--seqs_pad_multiple=32", {"decode_seqs_padding": 32}),
         ("--use_ray=false", {}),
+        ("--use_ray", {"worker_distributed_method": "ray"}),
         ("--batch_mode=continuous", {}),
         ("--log_level=info", {}),
     ],
@@ -291,7 +292,6 @@ SHARE = "must be a number above 0 and at most 1"
         ("--hbm_utilization_factor=nan", f"--hbm_utilization_factor=nan: {SHARE}"),
         ("--warmup=maybe", "--warmup=maybe: must be true or false"),
         ("--use_ray=maybe", "--use_ray=maybe: must be true or false"),
-        ("--use_ray", "--use_ray: Ray workers are not built yet"),
         (
             "--max_decode_seqs=256 --max_num_batched_tokens=8",
             "--max_num_batched_tokens=8: must be at least max_decode_seqs, 256",
