@@ -141,6 +141,7 @@ def described(
     whole = NamedSharding(mesh, P())
     logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
 
+    pages_lie = [NamedSharding(mesh, PAGES)] * len(pages)
     rows = _ints(3, context.max_choices)
 
     def lm_head(num_rows: int) -> Any:
@@ -156,7 +157,7 @@ def described(
         case StepShape():
             step = partial(forward, shape=key, context=context)
             given = logits_lie if key.gives_logits else whole
-            results = (given, whole, whole, [NamedSharding(mesh, PAGES)] * len(pages), whole)
+            results = (given, whole, whole, pages_lie, whole)
             arguments = (weights, pages, slots, _ints(key.packed_size), *((adapters,) if key.adapted else ()))
             return ProgramSpec(step, arguments, (1, 2), results)
         case Logits(num_rows):
@@ -180,15 +181,13 @@ def described(
             logprobs = partial(vocabulary_logprobs if of_all else prompt_logprobs, spec=spec)
             return ProgramSpec(logprobs, (lm_head(num_rows), hidden(num_rows), _ints(num_rows)), (), whole)
         case TakeBlocks(num_blocks):
-            lie = [NamedSharding(mesh, PAGES)] * len(pages)
-            return ProgramSpec(take_blocks, (pages, _ints(num_blocks)), (), lie)
+            return ProgramSpec(take_blocks, (pages, _ints(num_blocks)), (), pages_lie)
         case PutBlocks(num_blocks):
-            lie = [NamedSharding(mesh, PAGES)] * len(pages)
             contents = [
                 jax.ShapeDtypeStruct((num_blocks, *one.shape[1:]), one.dtype, sharding=one.sharding)
                 for one in pages
             ]
-            return ProgramSpec(put_blocks, (pages, _ints(num_blocks), contents), (0,), lie)
+            return ProgramSpec(put_blocks, (pages, _ints(num_blocks), contents), (0,), pages_lie)
         case WriteAdapter():
             assert context.adapters is not None
             held = (adapters, context.adapters.described(), _ints())
