@@ -36,6 +36,17 @@ def located(config: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
     return config
 
 
+def devices_per_host(config: EngineConfig) -> int:
+    """Of one replica."""
+    per_host, rest = divmod(config.tensor_parallel_size, config.num_hosts)
+    if rest:
+        raise ConfigError(
+            f"--tensor_parallel_size={config.tensor_parallel_size} cannot be divided by "
+            f"--num_hosts={config.num_hosts}"
+        )
+    return per_host
+
+
 def _of(config: EngineConfig, coordinator: str, index: str, num_hosts: int) -> EngineConfig:
     if not index.isdecimal() or num_hosts != config.num_hosts:
         raise ConfigError(

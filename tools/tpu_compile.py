@@ -41,10 +41,10 @@ from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import StepShape
 from hex_llm.execution.programs import ProgramSpec
 from hex_llm.models.spec import ModelSpec
+from hex_llm.parallel.shardings import abstract_mesh
 from hex_llm.planning.compile import (
     DTYPE,
     Sizes,
-    abstract_mesh,
     compiler_problem,
     context_of,
     described_params,

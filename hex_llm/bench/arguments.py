@@ -39,6 +39,13 @@ class Parser(argparse.ArgumentParser):
         tokens = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), token) for token in argv]
         return self.parse_known_args(tokens)
 
+    def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The same of a command that has all flags itself; ConfigError: one is unknown."""
+        args, rest = self.parse(argv)
+        if rest:
+            raise unknown(rest[0].partition("=")[0], vars(args))
+        return args
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(one_line(message.removeprefix("argument ")))
 
@@ -196,9 +203,7 @@ def client_parser(command: str, about: str, arguments: str = "[flags]") -> Parse
 
 def parse_client(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of `serve` and `compare`, checked together."""
-    args, rest = parser.parse(argv)
-    if rest:
-        raise unknown(rest[0].partition("=")[0], vars(args))
+    args = parser.parse_all(argv)
     if args.ramp_up_strategy:
         if args.request_rate != [math.inf]:
             raise ConfigError("--request-rate and --ramp-up-strategy contradict each other: give one of them")

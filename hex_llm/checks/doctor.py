@@ -17,7 +17,6 @@ from hex_llm import __version__
 from hex_llm.bench.arguments import SWITCH, Parser
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.errors import HexError, SourceError
-from hex_llm.flags import unknown
 
 GIB = 1 << 30
 LEAST_BYTES = 2 * GIB
@@ -35,9 +34,7 @@ def doctor(argv: Sequence[str]) -> None:
         "doctor", "What this machine has, what is wrong, and what to type.", "[--json]", program="hex-llm"
     )
     parser.add_flags("flags", [("json", SWITCH, False, "print JSON")])
-    args, rest = parser.parse(argv)
-    if rest:
-        raise unknown(rest[0].partition("=")[0], vars(args))
+    args = parser.parse_all(argv)
     found = [finding for check in CHECKS for finding in check()]
     print(json.dumps([one._asdict() for one in found], indent=1) if args.json else as_text(found))
     if wrong := sum(bool(one.problem) for one in found):

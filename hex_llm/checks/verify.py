@@ -123,27 +123,22 @@ def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = Fal
     import jax
     import jax.numpy as jnp
 
-    from hex_llm.execution.kernel_choice import Devices, choose_kernels
-    from hex_llm.execution.programs import split_by_head, split_by_width
     from hex_llm.kernels.attention import Batch
     from hex_llm.models import decoder
     from hex_llm.models.adapters import adapt
     from hex_llm.models.rope import rope_table
 
-    spec, mesh, num, block_size = runner.spec, runner.mesh, len(prompt_ids), runner.config.block_size
-    platform = str(mesh.devices.flat[0].platform)
-    kernels = choose_kernels(spec, Devices(platform, mesh.size, block_size, runner.dtype))
-    attend, fused_moe = split_by_head(kernels.attend, mesh), split_by_width(kernels.fused_moe, mesh)
+    spec, num, block_size = runner.spec, len(prompt_ids), runner.config.block_size
+    attend, fused_moe = runner.context.attend, runner.context.fused_moe
     positions, lengths = jnp.arange(num), jnp.full(num, num)
     table = jnp.arange(1, -(-num // block_size) + 1)[None]  # block 0 is padding's
     kv_slots, rows = positions + block_size, jnp.zeros(num, jnp.int32)
-    chunks = 0 if num <= kernels.max_single else 1
+    chunks = 0 if num <= runner.paddings.max_single else 1
     batch = Batch(positions, rows, kv_slots, table, jnp.zeros((), jnp.int32), chunks)
     weights = runner.weights
     if adapted:
         weights = adapt(weights, runner.adapters, jnp.ones(num, jnp.int32))
-    precision = "highest" if runner.dtype == np.float32 else "default"
-    with jax.default_matmul_precision(precision):
+    with jax.default_matmul_precision(runner.precision):
         states = [decoder.embed(spec, weights, jnp.asarray(prompt_ids))]
         for layer, w, pages in zip(spec.layers, weights.layers, runner.pages, strict=True):
             rope = None if layer.rope is None else rope_table(layer.rope, positions, lengths)

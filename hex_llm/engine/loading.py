@@ -105,7 +105,7 @@ def build_engine(
         make = partial(LeadingRunner, hosts.send)
     build = partial(build_runner, config, files, spec, make=make, progress=progress, kept_in=kept_in)
     if config.disagg_topo is None:
-        mesh = make_mesh(size, None if hosts is None else devices_of(config.num_hosts, size))
+        mesh = make_mesh(size, None if hosts is None else devices_of(config))
         if hosts is not None:
             connect(mesh)
         runner, num_blocks = build(mesh)

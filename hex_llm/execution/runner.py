@@ -130,10 +130,10 @@ class Runner:
         self.is_compiling = False
         self.is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
-        self._precision = "highest" if dtype == np.float32 else "default"
+        self.precision = "highest" if dtype == np.float32 else "default"
         attend = programs.split_by_head(kernels.attend, mesh)
         fused_moe = programs.split_by_width(kernels.fused_moe, mesh)
-        self._context = programs.ProgramContext(
+        self.context = programs.ProgramContext(
             spec, mesh, self.layout, paddings.max_choices, attend, fused_moe, self.adapter_layout
         )
         self.compiled: dict[Key, Program] = {}
@@ -160,7 +160,8 @@ class Runner:
         logits, rows, hidden = self._run(shape, packed)
         if not shape.gives_logits:
             num_rows = self.paddings.num_rows(num_rows)
-            lm_head = self._lm_head(num_rows, [self._adapters_of[slot] for slot in slots])
+            adapters = [self._adapters_of[slot] for slot in slots] if self.adapters else []
+            lm_head = self._lm_head(num_rows, adapters)
             logits = self.program(Logits(num_rows))(lm_head, logits)
         features = Features(reduce(or_, (self._features[slot] for slot in slots)))
         return Launched(self._choose(logits, rows, features), hidden)
@@ -344,7 +345,7 @@ class Runner:
         kept = self._executables and self._executables.load(repr(key), arguments, out_shardings)
         if kept is not None:
             return kept
-        with jax.default_matmul_precision(self._precision):
+        with jax.default_matmul_precision(self.precision):
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings)
             with self._lowering:
                 lowered = jitted.lower(*arguments)
@@ -356,7 +357,7 @@ class Runner:
     def _executable_cache(self, folder: Path) -> ExecutableCache:
         held = (self.weights, self.pages, self.slots, self.adapters)
         shapes = jax.tree.map(lambda x: (x.shape, x.dtype.name, str(x.sharding)), held)
-        made_from = (self.spec, self.layout, self.config.block_size, self._precision, shapes)
+        made_from = (self.spec, self.layout, self.config.block_size, self.precision, shapes)
         return ExecutableCache(folder, list(self.mesh.devices.flat), *made_from)
 
     def _options(self, key: Key) -> dict[str, Any] | None:
@@ -372,13 +373,13 @@ class Runner:
         function = self._described(key).function
 
         def run(*arguments: Any) -> Any:
-            with jax.disable_jit(), jax.default_matmul_precision(self._precision):
+            with jax.disable_jit(), jax.default_matmul_precision(self.precision):
                 return function(*jax.tree.map(jnp.asarray, arguments))
 
         return run
 
     def _described(self, key: Key) -> programs.ProgramSpec:
-        return programs.described(key, self._context, self.weights, self.pages, self.slots, self.adapters)
+        return programs.described(key, self.context, self.weights, self.pages, self.slots, self.adapters)
 
     def _write(self, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> None:
         if not rows:

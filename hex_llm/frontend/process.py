@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
@@ -65,11 +66,7 @@ class EngineProcess:
             str(self.folder),
             stdin=asyncio.subprocess.PIPE,  # closed by our death, which the worker notices
             start_new_session=True,  # Ctrl-C in a terminal is for us alone
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                **variables,
-            },
+            env=environment(variables),
         )
 
     @property
@@ -291,6 +288,12 @@ def _descendants(pid: int) -> Iterable[int]:
 
 def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def environment(variables: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """For a process of ours, which finds what this one finds; `variables` besides."""
+    found = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**os.environ, "PYTHONPATH": found, **variables}
 
 
 def private_folder() -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import signal
 import socket
@@ -21,7 +20,7 @@ import msgspec
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.client import EngineClient
-from hex_llm.frontend.process import LOADING_S, private_folder
+from hex_llm.frontend.process import LOADING_S, environment, private_folder
 from hex_llm.ipc.protocol import Leave, Ready
 from hex_llm.ipc.stats import EngineState
 
@@ -122,7 +121,7 @@ class Fronts:
                 start_new_session=True,  # signals to the terminal are for us alone
                 pass_fds=[listener.fileno()],
                 limit=MAX_LINE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                env=environment(),
             )
             self._children[front] = child
             own = self._engine.config, self._config, self._engine.model_name

@@ -19,10 +19,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+from hex_llm.cluster import devices_per_host
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
 from hex_llm.frontend.client import EngineClient
 from hex_llm.frontend.devices import platform_of
+from hex_llm.frontend.process import environment
 from hex_llm.logs import log_from
 
 log = logging.getLogger(__name__)
@@ -69,12 +71,7 @@ class RayHosts:
 
     def __init__(self, ray: Any, config: EngineConfig) -> None:
         self._ray = ray
-        per_host, rest = divmod(config.tensor_parallel_size, config.num_hosts)
-        if rest:
-            raise ConfigError(
-                f"--tensor_parallel_size={config.tensor_parallel_size} cannot be divided by "
-                f"--num_hosts={config.num_hosts}"
-            )
+        per_host = devices_per_host(config)
         here = ray.util.get_node_ip_address()
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
@@ -132,7 +129,7 @@ class Host:
         process = subprocess.Popen(
             [sys.executable, "-m", "hex_llm.launch.ray"],
             stdin=subprocess.PIPE,
-            env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=environment(variables),
             text=True,
         )
         assert process.stdin is not None

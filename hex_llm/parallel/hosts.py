@@ -19,6 +19,7 @@ from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from hex_llm.cluster import devices_per_host
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
 from hex_llm.parallel.links import Follower, Leader
@@ -64,20 +65,15 @@ def join(config: EngineConfig) -> None:
         raise ConfigError(f"--coordinator_address={address}: {config.num_hosts} hosts: {reason}")
 
 
-def devices_of(num_hosts: int, num_devices: int) -> list[jax.Device]:
+def devices_of(config: EngineConfig) -> list[jax.Device]:
     """As many of each host, in their order."""
-    per_host, rest = divmod(num_devices, num_hosts)
-    if rest:
-        raise ConfigError(
-            f"--tensor_parallel_size={num_devices} cannot be divided by --num_hosts={num_hosts}"
-        )
-    chosen = []
-    for host in range(num_hosts):
+    per_host, chosen = devices_per_host(config), list[jax.Device]()
+    for host in range(config.num_hosts):
         there = [device for device in jax.devices() if device.process_index == host]
         if len(there) < per_host:
             raise ConfigError(
-                f"--tensor_parallel_size={num_devices}: host {host} has {len(there)} device(s), "
-                f"and {per_host} of each host are needed"
+                f"--tensor_parallel_size={config.tensor_parallel_size}: host {host} has {len(there)} "
+                f"device(s), and {per_host} of each host are needed"
             )
         chosen += there[:per_host]
     return chosen

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy.typing as npt
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.errors import ConfigError
@@ -34,6 +34,12 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     return jax.make_mesh(
         (tensor_parallel_size,), (TP,), (AxisType.Auto,), devices=devices[:tensor_parallel_size]
     )
+
+
+def abstract_mesh(num_devices: int, tpu: str | None = None) -> AbstractMesh:
+    """One replica's devices that need not be there; `tpu`: chips of this kind, for who lowers for them."""
+    device = None if tpu is None else AbstractDevice(tpu, num_cores=1, platform="tpu")
+    return AbstractMesh((num_devices,), (TP,), (AxisType.Auto,), abstract_device=device)
 
 
 def placed(array: npt.NDArray[Any], sharding: NamedSharding) -> jax.Array:

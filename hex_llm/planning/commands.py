@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hex_llm.bench.arguments import SWITCH, Flag, Parser, positive
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError, HexError, one_line
-from hex_llm.flags import read_flags, unknown
+from hex_llm.flags import read_flags
 from hex_llm.planning.machines import BUILT_IN, Chip, read_machines
 
 if TYPE_CHECKING:  # it needs jax, which a wrong flag shall not wait for
@@ -39,10 +39,7 @@ def parsed(command: str, about: str, argv: Sequence[str], flags: Sequence[Flag])
     parser.add_argument("model", nargs="?", help="as of `hex-llm serve`; also a config.json alone")
     parser.add_flags("flags", [*FLAGS, *flags])
     parser.add_argument("--hf-token", default=os.environ.get("HF_TOKEN") or None, help="also HF_TOKEN")
-    args, rest = parser.parse(argv)
-    if rest:
-        raise unknown(rest[0].partition("=")[0], vars(args))
-    return args
+    return parser.parse_all(argv)
 
 
 @contextmanager

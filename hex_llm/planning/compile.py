@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.errors import ConfigError, HexError, one_line
@@ -26,7 +26,7 @@ from hex_llm.execution.kernel_choice import Devices, Kernels, choose_kernels
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.models.params import Param, abstract_weights
 from hex_llm.models.spec import ModelSpec
-from hex_llm.parallel.shardings import PAGES, TP, make_mesh, sharding
+from hex_llm.parallel.shardings import PAGES, abstract_mesh, make_mesh, sharding
 
 if TYPE_CHECKING:
     from hex_llm.planning.plan import Option
@@ -84,11 +84,6 @@ def context_of(spec: ModelSpec, mesh: Any, kind: str, sizes: Sizes) -> programs.
     attend, fused_moe = programs.split_by_head(kernels.attend, seen), kernels.fused_moe
     split_moe = programs.split_by_width(fused_moe, seen)
     return programs.ProgramContext(spec, mesh, layout, num_choices(sizes.batch), attend, split_moe)
-
-
-def abstract_mesh(num_chips: int, kind: str) -> AbstractMesh:
-    device = AbstractDevice(kind, num_cores=1, platform="tpu")
-    return AbstractMesh((num_chips,), (TP,), (AxisType.Auto,), abstract_device=device)
 
 
 def topology_mesh(name: str) -> Mesh:

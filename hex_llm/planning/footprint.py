@@ -12,7 +12,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
 
 from hex_llm.config import EngineConfig
 from hex_llm.engine.loading import ModelPlan, open_checkpoint, plan_model, resolve_dtype
@@ -25,7 +24,7 @@ from hex_llm.kernels import cpu
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import F32, abstract_weights, declared
 from hex_llm.models.spec import ModelSpec
-from hex_llm.parallel.shardings import TP
+from hex_llm.parallel.shardings import abstract_mesh
 from hex_llm.scheduling.limits import DEFAULTS, LARGE_GPU, LARGE_MEMORY
 from hex_llm.weights.model_files import ModelFiles, is_gguf, open_model
 from hex_llm.weights.quantization import Quantization, quantization_of
@@ -122,10 +121,6 @@ class Footprint:
         mesh = abstract_mesh(self.num_devices)
         dtype = np.dtype(np.float16)
         return self.weights * weight_bytes(some, mesh, dtype) / weight_bytes(everything, mesh, dtype)
-
-
-def abstract_mesh(num_devices: int) -> AbstractMesh:
-    return AbstractMesh((num_devices,), (TP,), (AxisType.Auto,))
 
 
 def footprint(model: Model, platform: str, num_devices: int, usable: float) -> Footprint:

@@ -26,23 +26,19 @@ def test_frames_come_in_order_to_all_and_an_end_is_told():
         follower.close()
 
 
-def test_who_is_gone_is_noticed_on_both_sides():
+@pytest.mark.parametrize("lost_first", ["leader", "follower"])
+def test_who_is_gone_is_noticed_on_both_sides(lost_first):
     leader = Leader("127.0.0.1", 1)
     follower = Follower(leader.invitation, 1)
     leader.await_followers(10)
+    ends = {"leader": leader, "follower": follower}
+    gone, left = ends.pop(lost_first), *ends.values()
     lost = threading.Event()
-    leader.on_loss(lost.set)
-    follower.close()
+    left.on_loss(lost.set)
+    gone.close()
     assert lost.wait(30)
-
-    leader = Leader("127.0.0.1", 1)
-    follower = Follower(leader.invitation, 1)
-    leader.await_followers(10)
-    lost = threading.Event()
-    follower.on_loss(lost.set)
-    leader.close()
-    assert lost.wait(30)
-    follower.close()
+    if left is follower:  # a leader says farewell to followers, of whom none is left
+        left.close()
 
 
 def test_strangers_are_neither_let_in_nor_missed():
