@@ -25,12 +25,15 @@ from hex_llm.types import Update
 from tools.gpu_common import (
     FIRST,
     QUANTIZED,
+    RANK,
+    SHAPES,
     WORKLOADS,
     Workload,
     flags_for,
     run_part,
     tell_rate,
     tell_started,
+    write_adapters,
     write_model,
 )
 from tools.gpu_steps import profile, write_programs
@@ -54,7 +57,7 @@ class Timed:
 
 def start(folder: Path, cache: Path, options: argparse.Namespace, flags: dict[str, Any]) -> LLM:
     warm_up = not options.no_warmup
-    write_model(folder, options.tiny, options.quantized)
+    write_model(folder, options.tiny, options.quantized, options.shape)
     began = time.perf_counter()
     jax.devices()
     devices = time.perf_counter()
@@ -65,7 +68,7 @@ def start(folder: Path, cache: Path, options: argparse.Namespace, flags: dict[st
         llm.engine.warm_up()
     compiled = time.perf_counter()
     num_programs = len(llm.engine.stepper.runner.all_programs()) if warm_up else 0
-    generate(llm, "first", FIRST)
+    generate(llm, "first", FIRST, [])
     tell_started()
     first = time.perf_counter()
     print(
@@ -76,19 +79,20 @@ def start(folder: Path, cache: Path, options: argparse.Namespace, flags: dict[st
     return llm
 
 
-def generate(llm: LLM, name: str, workload: Workload) -> tuple[int, float]:
-    """Tokens that came out, and seconds."""
+def generate(llm: LLM, name: str, workload: Workload, adapters: list[str]) -> tuple[int, float]:
+    """Tokens that came out, and seconds; requests have the adapters by turns."""
     prompts = workload.prompts(name)
     params = SamplingParams(temperature=workload.temperature, max_tokens=workload.num_out, ignore_eos=True)
+    own = [adapters[i % len(adapters)] for i in range(len(prompts))] if adapters else None
     began = time.perf_counter()
-    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, lora_request=own, use_tqdm=False)
     seconds = time.perf_counter() - began
     return sum(len(output.outputs[0].token_ids) for output in outputs), seconds
 
 
-def bench(llm: LLM, timed: Timed, name: str, workload: Workload) -> None:
+def bench(llm: LLM, timed: Timed, name: str, workload: Workload, adapters: list[str]) -> None:
     timed.notes.clear()
-    produced, seconds = generate(llm, name, workload)
+    produced, seconds = generate(llm, name, workload, adapters)
     tell_rate(name, workload, produced, seconds)
     steps = len(timed.notes)
     parts = {
@@ -106,14 +110,19 @@ def ours(options: argparse.Namespace, folder: Path) -> None:
     flags |= {name: json.loads(value) for name, value in (flag.split("=", 1) for flag in options.flag)}
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {flags}", flush=True)
     cache = options.cache or folder / "cache"
+    adapters = write_adapters(folder, options.adapters, options.tiny)
+    if adapters:
+        flags |= {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": RANK}
     llm = start(folder / "model", cache, options, flags)
+    if adapters:  # onto the device, before anything is timed
+        generate(llm, "adapters", FIRST._replace(num_requests=len(adapters)), adapters)
     timed = Timed(llm)
     if options.profile:
         profile(llm, folder)
         if options.hlo:
             write_programs(llm, options.hlo)
     for name in workload_names(options):
-        bench(llm, timed, name, WORKLOADS[name].scaled(options.tiny))
+        bench(llm, timed, name, WORKLOADS[name].scaled(options.tiny), adapters)
     print(llm.engine.stepper.runner.temporary_bytes() >> 20, "MiB of temporaries")
 
 
@@ -127,6 +136,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     cache = options.cache or folder / "cache"
     flags = [f"--flag={flag}" for flag in options.flag]
     both = [*tiny, *([f"--quantized={options.quantized}"] if options.quantized else [])]
+    both += [f"--adapters={options.adapters}", f"--shape={options.shape}"]
     mine = [sys.executable, "-m", "tools.bench_gpu", f"--cache={cache}", *both, *flags]
     theirs = [options.vllm_python, "-m", "tools.bench_gpu_vllm", *both]
     kept = {
@@ -179,6 +189,8 @@ def main() -> None:
     parser.add_argument("--no-warmup", action="store_true", help="compile only what is used")
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens")
     parser.add_argument("--quantized", choices=QUANTIZED, help="instead of bfloat16")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b", help="of the model")
+    parser.add_argument("--adapters", type=int, default=0, help="that requests have by turns")
     parser.add_argument("--flag", action="append", default=[], help="name=value, as JSON, of the engine")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

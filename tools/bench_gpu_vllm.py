@@ -16,11 +16,14 @@ from typing import Any
 from tools.gpu_common import (
     FIRST,
     QUANTIZED,
+    RANK,
+    SHAPES,
     WORKLOADS,
     Workload,
     flags_for,
     tell_rate,
     tell_started,
+    write_adapters,
     write_model,
 )
 
@@ -34,16 +37,19 @@ SETTINGS = {
 }
 
 
-def generate(llm: Any, name: str, workload: Workload) -> tuple[int, float]:
-    """Tokens that came out, and seconds."""
+def generate(llm: Any, name: str, workload: Workload, adapters: list[str]) -> tuple[int, float]:
+    """Tokens that came out, and seconds; requests have the adapters by turns."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     prompts = [{"prompt_token_ids": ids} for ids in workload.prompts(name)]
     params = SamplingParams(
         temperature=workload.temperature, max_tokens=workload.num_out, ignore_eos=True, detokenize=False
     )
+    own = [LoRARequest(f"a{i}", 1 + i, path) for i, path in enumerate(adapters)]
+    each = [own[i % len(own)] for i in range(len(prompts))] if own else None
     began = time.perf_counter()
-    results = llm.generate(prompts, params, use_tqdm=False)
+    results = llm.generate(prompts, params, lora_request=each, use_tqdm=False)
     seconds = time.perf_counter() - began
     return sum(len(result.outputs[0].token_ids) for result in results), seconds
 
@@ -53,13 +59,17 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of workloads: {', '.join(WORKLOADS)}, or none")
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens")
     parser.add_argument("--quantized", choices=QUANTIZED)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--adapters", type=int, default=0)
     options = parser.parse_args()
     os.environ.update(SETTINGS)
     import vllm
 
     flags = flags_for(options.tiny)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), options.tiny, options.quantized)
+        write_model(Path(folder), options.tiny, options.quantized, options.shape)
+        adapters = write_adapters(Path(folder), options.adapters, options.tiny)
+        lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": RANK} if adapters else {}
         llm = vllm.LLM(
             model=folder,
             load_format="dummy",
@@ -69,13 +79,16 @@ def main() -> None:
             gpu_memory_utilization=0.9,
             enable_prefix_caching=False,
             seed=0,
+            **lora,
         )
-        generate(llm, "first", FIRST)
+        generate(llm, "first", FIRST, [])
+        if adapters:
+            generate(llm, "adapters", FIRST._replace(num_requests=len(adapters)), adapters)
         tell_started()
         print(f"vLLM {vllm.__version__}", flush=True)
         for name in [] if options.names == ["none"] else options.names or WORKLOADS:
             workload = WORKLOADS[name].scaled(options.tiny)
-            tell_rate(name, workload, *generate(llm, name, workload))
+            tell_rate(name, workload, *generate(llm, name, workload, adapters))
 
 
 if __name__ == "__main__":  # vLLM may start processes, which import this file

@@ -51,6 +51,81 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
 }
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": LLAMA_8B,
+    "qwen3-8b": QWEN3,
+    "qwen3-30b-a3b": {
+        **QWEN3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "swiglu_limit": 7.0,
+        "initial_context_length": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 200002,
+        "pad_token_id": 199999,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": True,
+    },
+}
+RANK = 16  # of the adapters
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY = {**LLAMA_8B, **SMALL, "num_key_value_heads": 2}
 TINY_SCALE = 20  # requests and output tokens are so many times fewer
@@ -103,12 +178,42 @@ def flags_for(tiny: bool) -> dict[str, Any]:
     return {**FLAGS, **(TINY_FLAGS if tiny else {})}
 
 
-def write_model(folder: Path, tiny: bool, quantized: str | None = None) -> None:
+def write_model(folder: Path, tiny: bool, quantized: str | None = None, shape: str = "llama-8b") -> None:
     """A folder that is served with random weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = TINY if tiny else LLAMA_8B
+    config = TINY if tiny else SHAPES[shape]
     extra = {"quantization_config": QUANTIZED[quantized]} if quantized else {}
     (folder / "config.json").write_text(json.dumps({**config, **extra}))
+
+
+def write_adapters(folder: Path, num: int, tiny: bool) -> list[str]:
+    """Folders of adapters for every linear module of the Llama's layers, all different."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    config = TINY if tiny else LLAMA_8B
+    width, ffn = config["hidden_size"], config["intermediate_size"]
+    kv = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    sizes = {f"self_attn.{name}_proj": (width, width) for name in "qo"}
+    sizes |= {f"self_attn.{name}_proj": (kv, width) for name in "kv"}
+    sizes |= {f"mlp.{name}_proj": (ffn, width) for name in ("gate", "up")} | {"mlp.down_proj": (width, ffn)}
+    names = [name.partition(".")[2] for name in sizes]
+    numbers = (np.random.default_rng(0).standard_normal(ffn * RANK) * 0.01).astype(np.float16)
+    folders = []
+    for i in range(num):
+        own, tensors = np.roll(numbers, i), {}
+        for layer in range(config["num_hidden_layers"]):
+            for name, (outputs, inputs) in sizes.items():
+                path = f"base_model.model.model.layers.{layer}.{name}.lora"
+                tensors[f"{path}_A.weight"] = own[: RANK * inputs].reshape(RANK, inputs)
+                tensors[f"{path}_B.weight"] = own[: outputs * RANK].reshape(outputs, RANK)
+        one = folder / f"adapter{i}"
+        one.mkdir(parents=True)
+        save_file(tensors, one / "adapter_model.safetensors")
+        told = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": names, "bias": "none"}
+        (one / "adapter_config.json").write_text(json.dumps({**told, "task_type": "CAUSAL_LM"}))
+        folders.append(str(one))
+    return folders
 
 
 def tell(name: str, value: Any) -> None:

@@ -137,7 +137,7 @@ def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = Fal
     batch = Batch(positions, rows, kv_slots, table, jnp.zeros((), jnp.int32), chunks)
     weights = runner.weights
     if adapted:
-        weights = adapt(weights, runner.adapters, jnp.ones(num, jnp.int32))
+        weights = adapt(weights, runner.adapters, jnp.ones(num, jnp.int32), runner.context.add_adapters)
     with jax.default_matmul_precision(runner.precision):
         states = [decoder.embed(spec, weights, jnp.asarray(prompt_ids))]
         for layer, w, pages in zip(spec.layers, weights.layers, runner.pages, strict=True):

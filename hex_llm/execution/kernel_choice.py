@@ -18,6 +18,7 @@ from hex_llm.kernels import (
     cpu_experts,
     experts,
     gpu,
+    gpu_adapters,
     gpu_experts,
     gpu_quantized,
     reference,
@@ -27,6 +28,7 @@ from hex_llm.kernels import (
 from hex_llm.kernels.attention import PagedAttention
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.models.adapters import AddAdapters, add_by_all
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Weights
 from hex_llm.models.quantized import Float8, Quantized
@@ -45,6 +47,7 @@ class Kernels(NamedTuple):
     max_single: int  # a step of so many tokens is as fast if each attends by itself
     lay_out: Callable[[Weights], Weights]  # loaded weights, whose matrices get the form that is multiplied
     can_multiply: Callable[[Form, bool], bool]  # a quantized matrix as it is; True: of routed experts
+    add_adapters: AddAdapters = add_by_all
 
 
 class Devices(NamedTuple):
@@ -67,7 +70,9 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     attend, fused_moe = _attention(spec, devices), _experts(spec, devices)
     can_multiply = partial(_can_multiply, devices=devices)
     change = _for_gpus if devices.platform == "gpu" else lambda part: part
-    return Kernels(attend, fused_moe, width, MAX_SINGLE, partial(_each_layer, change), can_multiply)
+    lay_out = partial(_each_layer, change)
+    add_adapters = _adapters(spec, devices)
+    return Kernels(attend, fused_moe, width, MAX_SINGLE, lay_out, can_multiply, add_adapters)
 
 
 def _can_multiply(form: Form, routed: bool, devices: Devices) -> bool:
@@ -188,3 +193,10 @@ def _experts(spec: ModelSpec, devices: Devices) -> RoutedExperts:
         kind = f"{spec.activation} in {devices.dtype}"
         log.warning("no kernel for experts with %s: a slower one is used", kind)
     return experts.dense
+
+
+def _adapters(spec: ModelSpec, devices: Devices) -> AddAdapters:
+    """The kernel makes of gates and ups what that of experts does. Over several devices it is not split."""
+    can_gate = gpu_experts.can_fuse(spec.activation, devices.dtype)
+    is_one_gpu = devices.platform == "gpu" and devices.num == 1
+    return gpu_adapters.add_adapters if is_one_gpu and can_gate else add_by_all

@@ -25,7 +25,7 @@ from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_bl
 from hex_llm.kernels.attention import Options, PagedAttention
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.models import decoder
-from hex_llm.models.adapters import HEAD, Adapted, SlotMatrices, Slots, adapt
+from hex_llm.models.adapters import HEAD, Adapted, AddAdapters, SlotMatrices, Slots, adapt, add_by_all
 from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
@@ -122,6 +122,11 @@ class ProgramContext(NamedTuple):
     attend: PagedAttention
     fused_moe: RoutedExperts
     adapters: AdapterLayout | None = None  # None: requests name none
+    add_adapters: AddAdapters = add_by_all
+
+    def lm_head(self, weights: Weights, adapters: Slots, which: Any) -> Any:
+        """For rows whose adapters are in these slots."""
+        return Adapted(weights.lm_head, adapters[HEAD], which, self.add_adapters)
 
 
 class ProgramSpec(NamedTuple):
@@ -145,7 +150,7 @@ def described(
     rows = _ints(3, context.max_choices)
 
     def lm_head(num_rows: int) -> Any:
-        return Adapted(weights.lm_head, adapters[HEAD], _ints(num_rows)) if adapters else weights.lm_head
+        return context.lm_head(weights, adapters, _ints(num_rows)) if adapters else weights.lm_head
 
     def logits(num_rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_rows, spec.vocab_size), jnp.float32, sharding=logits_lie)
@@ -223,7 +228,7 @@ def forward(
     choice; for who wants the log-probabilities of a prompt, `hidden` [T, D] of all tokens; and the pages and
     slots.
     """
-    spec, _, layout, max_choices, attend, fused_moe, _ = context
+    spec, _, layout, max_choices, attend, fused_moe, *_ = context
     parts, block_size = parts_of(packed, shape), pages[0].shape[1]
     last_places, last_slots = parts.positions[parts.last_tokens], parts.kv_slots[parts.last_tokens]
     slots = note_blocks(layout, slots, parts.slots, last_places // block_size, last_slots // block_size)
@@ -232,8 +237,8 @@ def forward(
     lm_head = weights.lm_head
     if adapters is not None:
         of_rows = remembered.adapters()
-        lm_head = Adapted(lm_head, adapters[HEAD], of_rows)
-        weights = adapt(weights, adapters, of_rows[batch.rows])
+        lm_head = context.lm_head(weights, adapters, of_rows)
+        weights = adapt(weights, adapters, of_rows[batch.rows], context.add_adapters)
     x = decoder.embed(spec, weights, remembered.token_at(batch.rows, batch.positions))
     hidden, pages = decoder.forward(spec, weights, x, parts.rope_lengths, pages, batch, attend, fused_moe)
     more = (0, max_choices - shape.num_rows)

@@ -52,7 +52,7 @@ from hex_llm.execution.results import TOKEN, Choices, likeliest, unpack_logprobs
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import cpu
-from hex_llm.models.adapters import HEAD, Adapted, Slots
+from hex_llm.models.adapters import Slots
 from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
@@ -134,7 +134,14 @@ class Runner:
         attend = programs.split_by_head(kernels.attend, mesh)
         fused_moe = programs.split_by_width(kernels.fused_moe, mesh)
         self.context = programs.ProgramContext(
-            spec, mesh, self.layout, paddings.max_choices, attend, fused_moe, self.adapter_layout
+            spec,
+            mesh,
+            self.layout,
+            paddings.max_choices,
+            attend,
+            fused_moe,
+            self.adapter_layout,
+            kernels.add_adapters,
         )
         self.compiled: dict[Key, Program] = {}
         # Python's lock lets one at a time do it anyway: so the first are soon compiling.
@@ -176,7 +183,7 @@ class Runner:
         if not self.adapters:
             return self.weights.lm_head
         which = _padded(np.array(adapters, np.int32), num_rows)
-        return Adapted(self.weights.lm_head, self.adapters[HEAD], which)
+        return self.context.lm_head(self.weights, self.adapters, which)
 
     def _choose(self, logits: jax.Array, rows: jax.Array, features: Features) -> jax.Array:
         num_rows, adjusted = len(logits), logits

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.experts import ExpertOptions, by_expert, combined
-from hex_llm.kernels.gpu_kernel import dot, index_grid, launched, next_power
+from hex_llm.kernels.gpu_kernel import dot, index_grid, launched, next_power, read_tile
 
 MIN_ROWS, MAX_ROWS = 16, 128
 
@@ -201,9 +201,9 @@ def _dots(
     def add(i: Array, sums: list[Array]) -> list[Array]:
         deep = i * tiling.depth + lax.iota(jnp.int32, tiling.depth)
         inside = None if depth % tiling.depth == 0 else deep < depth
-        x = _read(x_ref, (), rows, deep, inside)
+        x = read_tile(x_ref, (), rows, deep, inside)
         return [
-            one + dot(x, _read(weight_ref, (expert,), matrix, deep, inside).T)
+            one + dot(x, read_tile(weight_ref, (expert,), matrix, deep, inside).T)
             for one, matrix in zip(sums, matrices, strict=True)
         ]
 
@@ -239,11 +239,3 @@ def _rows_of(block: Array, ends_ref: Any, rows: int) -> tuple[Array, Array, Arra
     first = jnp.where(own == 0, 0, ends_ref[jnp.maximum(own - 1, 0)]) + block * rows
     last = jnp.minimum(ends_ref[own], first + rows)
     return own, first, jnp.where(index < num_experts, last, first)
-
-
-def _read(ref: Any, leading: tuple[Array, ...], row: Array, column: Array, inside: Array | None) -> Array:
-    """ref[*leading, row [R], column [C]]; 0 where a column is not inside."""
-    index = (*leading, *index_grid(row, column[None, :]))
-    if inside is None:
-        return plgpu.load(ref.at[index])
-    return plgpu.load(ref.at[index], mask=jnp.broadcast_to(inside[None, :], (len(row), len(column))), other=0)

@@ -407,6 +407,13 @@ def _load(ref: Any, row: Array, column: Array, there: Array | None, inside: Arra
     return plgpu.load(ref.at[index_grid(row, column)], mask=mask, other=None if mask is None else 0)
 
 
+def read_tile(ref: Any, leading: tuple[Array, ...], row: Array, column: Array, inside: Array | None) -> Array:
+    """ref[*leading, row [R], column [C]]; 0 where a column is not inside."""
+    index = (*leading, *index_grid(row, column[None, :]))
+    mask = _both(None, inside, (len(row), len(column)))
+    return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
+
+
 def index_grid(row: Array, column: Array) -> tuple[Array, Array]:
     shape = (len(row), column.shape[1])
     return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column, shape)

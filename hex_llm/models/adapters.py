@@ -1,20 +1,19 @@
 """Adapters (LoRA) of a step's rows: a matrix around another, which adds to each row what its own one says.
 
 Adapters lie in slots. An adapter adds up @ down to a matrix; where several modules of a checkpoint are fused
-into one matrix, each has ranks of its own, and zeros in `up` where it has no outputs. Rows ask all slots at
-once and keep the answer of their own one: others add exact zeros, for everything in a slot is finite.
+into one matrix, each has ranks of its own, and zeros in `up` where it has no outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from hex_llm.kernels.experts import GatedMatrix
+from hex_llm.kernels.experts import Activation, GatedMatrix
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Param, Piece, Weights, abstract_weights
 from hex_llm.models.spec import ModelSpec
@@ -34,6 +33,41 @@ class SlotMatrices:
 Slots = dict[str, SlotMatrices]  # by the path of their matrix in the tree of weights
 
 
+class AddAdapters(Protocol):
+    def __call__(
+        self,
+        out: jax.Array,  # [T, *outputs]
+        x: jax.Array,  # [T, inputs]
+        down: jax.Array,
+        up: jax.Array,
+        which: jax.Array,
+        activation: Activation | None = None,
+    ) -> jax.Array:
+        """`out` and what each row's own adapter adds; with an activation, outputs [F, 2] become [F]."""
+        ...
+
+
+def add_by_all(
+    out: jax.Array,
+    x: jax.Array,
+    down: jax.Array,
+    up: jax.Array,
+    which: jax.Array,
+    activation: Activation | None = None,
+) -> jax.Array:
+    """See AddAdapters. Rows ask all slots at once and keep the answer of their own one: others add exact
+    zeros, for everything in a slot is finite."""
+    ranks = _of_own_slot(Dense(down, num_outputs=2).matmul(x), which)
+    out = out + Dense(up, num_outputs=out.ndim - 1).matmul(ranks)
+    return out if activation is None else activation(out[..., 0]) * out[..., 1]
+
+
+def _of_own_slot(ranks: jax.Array, which: jax.Array) -> jax.Array:
+    """[T, slots, ranks] -> [T, slots * ranks], zeros in other slots."""
+    own = which[:, None] == jnp.arange(1, ranks.shape[1] + 1)
+    return jnp.where(own[..., None], ranks, 0).reshape(len(ranks), -1)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adapted(GatedMatrix):
@@ -42,29 +76,28 @@ class Adapted(GatedMatrix):
     base: Any
     slots: SlotMatrices
     which: Any  # int32 [T]: each row's slot, counted from 1; 0: it has no adapter
+    add: AddAdapters = field(default=add_by_all, metadata={"static": True})
 
     def matmul(self, x: jax.Array) -> jax.Array:
-        ranks = self._of_own_slot(Dense(self.slots.down, num_outputs=2).matmul(x))
-        out = self.base.matmul(x)
-        return out + Dense(self.slots.up, num_outputs=out.ndim - 1).matmul(ranks)
+        return self.add(self.base.matmul(x), x, self.slots.down, self.slots.up, self.which)
+
+    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
+        if bias is not None:
+            return super().gated(x, activation, bias)
+        return self.add(self.base.matmul(x), x, self.slots.down, self.slots.up, self.which, activation)
 
     def rows(self, which: jax.Array) -> jax.Array:
-        ranks = self._of_own_slot(self.slots.up[which])
+        ranks = _of_own_slot(self.slots.up[which], self.which)
         down = self.slots.down.reshape(ranks.shape[1], -1)
         return self.base.rows(which) + jnp.dot(ranks, down, preferred_element_type=jnp.float32)
 
-    def _of_own_slot(self, ranks: jax.Array) -> jax.Array:
-        """[T, slots, ranks] -> [T, slots * ranks], zeros in other slots."""
-        own = self.which[:, None] == jnp.arange(1, ranks.shape[1] + 1)
-        return jnp.where(own[..., None], ranks, 0).reshape(len(ranks), -1)
 
-
-def adapt(weights: Weights, slots: Slots, which: jax.Array) -> Weights:
+def adapt(weights: Weights, slots: Slots, which: jax.Array, add: AddAdapters) -> Weights:
     """`which` [T]: the slots of a step's tokens."""
 
     def wrap(path: Any, node: Any) -> Any:
         own = slots.get(jax.tree_util.keystr(path))
-        return node if own is None else Adapted(node, own, which)
+        return node if own is None else Adapted(node, own, which, add)
 
     # An adapter of the head is none of the embedding that it may be tied to.
     separate = replace(weights, head=weights.lm_head)

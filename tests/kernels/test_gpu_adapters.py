@@ -1,0 +1,74 @@
+"""What adapters add on GPUs, interpreted where there is none, beside the form that asks all slots."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hex_llm.kernels.gpu_adapters import add_adapters
+from hex_llm.models.adapters import add_by_all
+from tests.kernels.lowering import lowered_for_gpus
+
+
+class Case(NamedTuple):
+    which: list[int]
+    outputs: tuple[int, ...] = (40,)
+    num_inputs: int = 256
+    num_slots: int = 3
+    num_ranks: int = 16
+    dtype: Any = jnp.float32
+
+
+PROMPTS = [2] * 50 + [0] * 30 + [1] * 70 + [3]
+CASES = {
+    "decodes": Case([0, 2, 1, 3, 0, 2, 2], (5, 3, 4)),
+    "one": Case([2], num_ranks=4),
+    "inputs and ranks that fill nothing": Case([1, 0, 3], num_inputs=200, num_ranks=48),
+    "prompts": Case(PROMPTS),
+    "nobody has one": Case([0, 0], num_slots=1),
+    "inputs that are shared": Case([1, 2, 0, 3], num_inputs=2048),
+    "a half": Case(PROMPTS, num_inputs=1024, dtype=jnp.bfloat16),
+}
+
+
+def arrays(case: Case) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32) / 4, case.dtype)
+
+    num = len(case.which)
+    out, x = normal(num, *case.outputs), normal(num, case.num_inputs)
+    down = normal(case.num_slots, case.num_ranks, case.num_inputs)
+    up = normal(*case.outputs, case.num_slots, case.num_ranks)
+    return out, x, down, up, jnp.asarray(case.which, jnp.int32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_row_has_its_own(name: str) -> None:
+    given = arrays(CASES[name])
+    tolerance = 1e-4 if CASES[name].dtype == jnp.float32 else 0.1
+    got, expected = add_adapters(*given), add_by_all(*given)
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    np.testing.assert_allclose(*(np.asarray(one, np.float32) for one in (got, expected)), atol=tolerance)
+    without = given[-1] == 0
+    np.testing.assert_array_equal(got[without], given[0][without])
+
+
+@pytest.mark.parametrize("which", [[0, 2, 1], PROMPTS])
+def test_gates(which: list[int]) -> None:
+    given = arrays(Case(which, (70, 2), num_ranks=32))
+    got, expected = add_adapters(*given, jax.nn.silu), add_by_all(*given, jax.nn.silu)
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", [None, jax.nn.silu])
+def test_lowers_for_gpus(activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hex_llm.kernels.gpu_kernel.interpreted", lambda: False)
+    case = Case(PROMPTS, (64, 2), 1024, 16, 16, jnp.bfloat16)
+    text = lowered_for_gpus(lambda *given: add_adapters(*given, activation), *arrays(case))
+    assert text.count("triton") >= 2
