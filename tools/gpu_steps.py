@@ -59,10 +59,16 @@ def plans(llm: LLM) -> dict[str, StepPlan]:
 
 
 def remember(llm: LLM, plan: StepPlan, **params: Any) -> None:
-    """Writes the slots of a plan's rows."""
+    """Writes the slots of a plan's rows; where there are adapters, they have them by turns."""
     runner = llm.engine.stepper.runner
     record = partial(runner.layout.record, SamplingParams(**params), 1, 1, [1])
-    runner.write_slots([(chunk.slot, record(list(chunk.blocks), None)) for chunk in plan.chunks])
+    num = runner.adapter_layout.num_slots if runner.adapter_layout else 0
+    runner.write_slots(
+        [
+            (chunk.slot, record(list(chunk.blocks), None, 1 + i % num if num else 0))
+            for i, chunk in enumerate(plan.chunks)
+        ]
+    )
 
 
 def repeated(llm: LLM, plan: StepPlan, repeats: int = REPEATS) -> tuple[float, float]:

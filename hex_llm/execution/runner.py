@@ -372,9 +372,8 @@ class Runner:
             return None
         if not isinstance(key, StepShape) or key.num_tokens > MAX_GRAPH_TOKENS:
             return NO_GRAPHS | UNTRIED_PRODUCTS
-        # One row's products are worth trying: there XLA's own kernels are the fastest. So are those with
-        # adapters, which are small: of 64 rows, cuBLAS's choice takes half as long again.
-        return GRAPHS if key.num_tokens == 1 or key.adapted else GRAPHS | UNTRIED_PRODUCTS
+        # One row's products are worth trying: there XLA's own kernels are the fastest.
+        return GRAPHS if key.num_tokens == 1 else GRAPHS | UNTRIED_PRODUCTS
 
     def _op_by_op(self, key: Key) -> Program:
         function = self._described(key).function

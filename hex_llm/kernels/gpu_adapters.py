@@ -8,7 +8,6 @@ that these are read once, as without adapters. docs/kernels.md tells what was me
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ WANTED, MAX_SPLITS = 256, 16  # programs, and how many share the inputs of a row
 
 class Tiles(NamedTuple):
     which: Array  # int32 [T] each row's slot, counted from 1; 0: none
-    used: Array  # int32 [tiles, slots], counted from 0: first those that rows of a tile have
+    used: Array  # int32 [tiles, slots], counted from 0: those that rows of a tile have, and 0
     num_used: Array  # int32 [tiles]
 
 
@@ -55,7 +54,9 @@ def _tiles(which: Array, num_slots: int) -> Tiles:
     tiles = jnp.pad(which, (0, -len(which) % rows)).reshape(-1, rows, 1)
     slots = jnp.arange(num_slots, dtype=jnp.int32)
     is_used = jnp.any(tiles == slots + 1, axis=1)
-    used = jnp.sort(jnp.where(is_used, slots, slots + num_slots), axis=1) % num_slots
+    before = jnp.cumsum(is_used, axis=1) - 1
+    is_nth = is_used[:, None] & (before[:, None] == slots[:, None])  # [tiles, nth, slots]
+    used = jnp.sum(jnp.where(is_nth, slots, 0), axis=2)
     return Tiles(which, used, jnp.sum(is_used, axis=1, dtype=jnp.int32))
 
 
@@ -113,17 +114,19 @@ def _ranks_kernel(
 
 def _added(base: Array, ranks: Array, up: Array, tiles: Tiles, activation: Activation | None) -> Array:
     num_rows, num_outputs = base.shape
-    num_columns = num_outputs if activation is None else num_outputs // 2
     num_tiles = len(tiles.used)
-    columns = 128 if num_tiles > 4 else 64 if num_columns > 4096 else 32
-    rows = _tile_rows(num_rows)
-    kernel = partial(_added_kernel, rows=rows, columns=columns, activation=activation)
-    out = jax.ShapeDtypeStruct((num_rows, num_columns), base.dtype)
-    aliases = {0: 0} if activation is None else {}
-    call = launched(
-        kernel, (num_tiles, pl.cdiv(num_columns, columns)), out, warps=4, stages=4, aliases=aliases
+    if num_tiles > 4:
+        columns, together = 128, 1
+    else:  # so that there is work for all multiprocessors
+        columns, together = (128 if num_outputs > 16384 else 64 if num_outputs > 4096 else 32), 4
+    kernel = partial(
+        _added_kernel, rows=_tile_rows(num_rows), columns=columns, together=together, activation=activation
     )
-    result: Array = call(base, ranks, up, *tiles)
+    width = num_outputs if activation is None else num_outputs // 2
+    out = jax.ShapeDtypeStruct((num_rows, width), base.dtype)
+    aliases = {0: 0} if activation is None else {}
+    grid = (num_tiles, pl.cdiv(num_outputs, columns))
+    result: Array = launched(kernel, grid, out, 4, 2, aliases)(base, ranks, up, *tiles)
     return result
 
 
@@ -138,16 +141,17 @@ def _added_kernel(
     *,
     rows: int,
     columns: int,
-    activation: Callable[[Array], Array] | None,
+    together: int,
+    activation: Activation | None,
 ) -> None:
     splits, num_rows, num_ranks = ranks_ref.shape
-    num_columns, tile = out_ref.shape[1], pl.program_id(0)
+    num_outputs, tile = base_ref.shape[1], pl.program_id(0)
+    num_used = num_used_ref[tile]
     row = tile * rows + lax.iota(jnp.int32, rows)
     source = jnp.minimum(row, num_rows - 1)
     column = pl.program_id(1) * columns + lax.iota(jnp.int32, columns)
-    here = jnp.minimum(column, num_columns - 1)
-    outputs = [here] if activation is None else [2 * here, 2 * here + 1]
-    which = jnp.where(row < num_rows, plgpu.load(which_ref.at[source]), 0)
+    here = column if num_outputs % columns == 0 else jnp.minimum(column, num_outputs - 1)
+    which = plgpu.load(which_ref.at[source])
     rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_SIDE))
     is_rank = None if num_ranks == len(rank) else rank < num_ranks
     has = (which > 0)[:, None] & (rank < num_ranks)[None, :]
@@ -157,18 +161,28 @@ def _added_kernel(
     ]
     ranks = sum(parts[1:], parts[0]).astype(up_ref.dtype)
 
-    def add(i: Array, totals: list[Array]) -> list[Array]:
-        slot = used_ref[tile, i]
-        own = jnp.where((which == slot + 1)[:, None], ranks, jnp.zeros_like(ranks))
-        return [
-            total + dot(own, read_tile(up_ref, (), output, slot * num_ranks + rank, is_rank).T)
-            for total, output in zip(totals, outputs, strict=True)
-        ]
+    def add(i: Array, total: Array) -> Array:
+        """Of some slots, whose reads overlap."""
+        for j in range(together):
+            nth = i * together + j
+            slot = used_ref[tile, jnp.minimum(nth, used_ref.shape[1] - 1)]
+            is_own = (which == slot + 1) & (nth < num_used)
+            own = jnp.where(is_own[:, None], ranks, jnp.zeros_like(ranks))
+            total += dot(own, read_tile(up_ref, (), here, slot * num_ranks + rank, is_rank).T)
+        return total
 
-    totals = [
-        plgpu.load(base_ref.at[index_grid(source, output[None, :])]).astype(jnp.float32) for output in outputs
-    ]
-    totals = lax.fori_loop(0, num_used_ref[tile], add, totals)
-    out = totals[0] if activation is None else activation(totals[0]) * totals[1]
-    mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    plgpu.store(out_ref.at[index_grid(row, column[None, :])], out.astype(out_ref.dtype), mask=mask)
+    total = plgpu.load(base_ref.at[index_grid(source, here[None, :])]).astype(jnp.float32)
+    total = lax.fori_loop(0, pl.cdiv(num_used, together), add, total)
+    if activation is not None:
+        gate, up = _gates_and_ups(total)
+        total = activation(gate) * up
+        column = pl.program_id(1) * (columns // 2) + lax.iota(jnp.int32, columns // 2)
+    mask = (row < num_rows)[:, None] & (column < out_ref.shape[1])[None, :]
+    plgpu.store(out_ref.at[index_grid(row, column[None, :])], total.astype(out_ref.dtype), mask=mask)
+
+
+def _gates_and_ups(both: Array) -> tuple[Array, Array]:
+    """Of [R, 2 * C], where they lie by turns."""
+    pairs = both.reshape(len(both), -1, 2)
+    is_gate = lax.broadcasted_iota(jnp.int32, pairs.shape, 2) == 0
+    return jnp.sum(jnp.where(is_gate, pairs, 0), axis=2), jnp.sum(jnp.where(is_gate, 0, pairs), axis=2)
