@@ -84,7 +84,7 @@ class AdapterLayout:
         down = assembled(params.down, lambda piece, cut: modules[piece.name].down[cut], self.dtype)
         up = assembled(params.up, lambda piece, cut: modules[piece.name].up[cut], self.dtype)
         # The ranks of fused modules lie side by side.
-        return SlotMatrices(down.reshape(1, -1, *down.shape[2:]), up.reshape(*up.shape[:-2], 1, -1))
+        return SlotMatrices(down.reshape(1, -1, *down.shape[2:]), up[..., None, :], params.fused)
 
     def stage(self, adapter: HostAdapter) -> Slots:
         """Onto the devices, to be written into a slot; waits until it is there."""
@@ -92,9 +92,9 @@ class AdapterLayout:
         def staged(path: str, params: SlotMatrices) -> SlotMatrices:
             own = adapter.matrices.get(path)
             if own is None:
-                return SlotMatrices(self._zeros(params.down), self._zeros(params.up))
-            lie = self._lies(params.down), self._lies(params.up)
-            return SlotMatrices(*map(placed, (own.down, own.up), lie))
+                return SlotMatrices(self._zeros(params.down), self._zeros(params.up), params.fused)
+            down, up = placed(own.down, self._lies(params.down)), placed(own.up, self._lies(params.up))
+            return SlotMatrices(down, up, params.fused)
 
         return jax.block_until_ready({path: staged(path, one) for path, one in self.params(1).items()})
 

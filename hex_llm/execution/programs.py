@@ -304,9 +304,8 @@ def write_adapter(adapters: Slots, values: Slots, slot: jax.Array) -> Slots:
 
     def write(of_slots: SlotMatrices, of_one: SlotMatrices) -> SlotMatrices:
         update = partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot - 1)
-        return SlotMatrices(
-            update(of_slots.down, of_one.down, axis=0), update(of_slots.up, of_one.up, axis=-2)
-        )
+        down, up = update(of_slots.down, of_one.down, axis=0), update(of_slots.up, of_one.up, axis=-2)
+        return SlotMatrices(down, up, of_slots.fused)
 
     return {path: write(of_slots, values[path]) for path, of_slots in adapters.items()}
 

@@ -1,13 +1,15 @@
 """What adapters add to a product on an NVIDIA GPU: two Pallas-Triton kernels, one for each of their factors.
 
-Rows are taken in tiles, and a tile asks only the slots that its rows have: of prompts, whose rows of one
-adapter follow each other, one or two; of decodes perhaps all. The first kernel leaves for each row the ranks
-of its own slot. The second adds to the base's product in place; of gates and ups it makes what goes on, so
-that these are read once, as without adapters. docs/kernels.md tells what was measured.
+The first leaves for each row the ranks of its own slot. The second adds to the base's product in place; of
+gates and ups it makes what goes on, so that these are read once, as without adapters. Rows are taken in
+tiles. Of few tiles, decodes, each asks all slots at once: what is waited for are reads, and none depends on
+another. Of many, prompts, whose rows of one adapter follow each other, a tile asks the one or two that its
+rows have. docs/kernels.md tells what was measured.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,79 +23,74 @@ from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.gpu_kernel import dot, index_grid, launched, next_power, read_tile
 
 MIN_SIDE, MAX_ROWS = 16, 64  # of a tile
+FEW_TILES = 4
 DEPTH = 128  # inputs at a time
 MIN_SPLIT = 4 * DEPTH  # the fewest inputs that are worth a program
-WANTED, MAX_SPLITS = 256, 16  # programs, and how many share the inputs of a row
+MAX_SPLITS = 16  # programs that share the inputs of a row
+SPREAD = 256  # ranks of the slots that are asked at once
 
 
-class Tiles(NamedTuple):
-    which: Array  # int32 [T] each row's slot, counted from 1; 0: none
-    used: Array  # int32 [tiles, slots], counted from 0: those that rows of a tile have, and 0
-    num_used: Array  # int32 [tiles]
+class Fused(NamedTuple):
+    """How the modules of a matrix share its outputs: one after another along one axis."""
+
+    axis: int = 0
+    starts: tuple[int, ...] = ()  # of the second and later ones
+
+    @property
+    def num_modules(self) -> int:
+        return 1 + len(self.starts)
+
+    def range_of(self, module: int, size: int) -> tuple[int, int]:
+        ends = (0, *self.starts, size)
+        return ends[module], ends[module + 1]
 
 
 def add_adapters(
-    out: Array, x: Array, down: Array, up: Array, which: Array, activation: Activation | None = None
+    out: Array,
+    x: Array,
+    down: Array,
+    up: Array,
+    fused: Fused,
+    which: Array,
+    activation: Activation | None = None,
 ) -> Array:
-    """out [T, *outputs], and to it of x [T, K] each row's own up [*outputs, slots, ranks] @ down [slots,
-    ranks, K]. With an activation: outputs are [F, 2], of which its product [T, F] is made."""
-    num_slots, num_ranks = down.shape[:2]
-    tiles = _tiles(which, num_slots)
-    ranks = _ranks(x, down.reshape(num_slots, num_ranks, -1), tiles)
+    """See models.adapters.AddAdapters. out [T, *outputs], x [T, K], down [slots, modules * ranks, K],
+    up [*outputs, slots, ranks]; which [T] counts slots from 1, 0: none."""
     flat = out.reshape(len(x), -1)
-    added = _added(flat, ranks, up.reshape(-1, num_slots * num_ranks), tiles, activation)
-    return added if activation else added.reshape(out.shape)
+    ranks = _ranks(x, down.reshape(*down.shape[:2], -1), which)
+    if activation is None:
+        return _added(flat, ranks, up, fused, which).reshape(out.shape)
+    return _added(flat, ranks, up, fused, which, activation)
 
 
 def _tile_rows(num_rows: int) -> int:
     return min(max(next_power(num_rows), MIN_SIDE), MAX_ROWS)
 
 
-def _tiles(which: Array, num_slots: int) -> Tiles:
-    rows = _tile_rows(len(which))
-    tiles = jnp.pad(which, (0, -len(which) % rows)).reshape(-1, rows, 1)
-    slots = jnp.arange(num_slots, dtype=jnp.int32)
-    is_used = jnp.any(tiles == slots + 1, axis=1)
-    before = jnp.cumsum(is_used, axis=1) - 1
-    is_nth = is_used[:, None] & (before[:, None] == slots[:, None])  # [tiles, nth, slots]
-    used = jnp.sum(jnp.where(is_nth, slots, 0), axis=2)
-    return Tiles(which, used, jnp.sum(is_used, axis=1, dtype=jnp.int32))
-
-
-def _ranks(x: Array, down: Array, tiles: Tiles) -> Array:
+def _ranks(x: Array, down: Array, which: Array) -> Array:
     """[splits, T, ranks], each row's in its own slot, to be summed over splits; without a slot anything."""
     num_slots, num_ranks, num_inputs = down.shape
-    num_tiles = len(tiles.used)
-    splits = min(WANTED // (num_tiles * min(num_slots, 8)), num_inputs // MIN_SPLIT, MAX_SPLITS)
-    splits = max(splits, 1)
+    rows = _tile_rows(len(x))
+    num_tiles = pl.cdiv(len(x), rows)
+    wanted = MAX_SPLITS if num_tiles <= FEW_TILES else 512 // num_tiles
+    splits = max(min(wanted, num_inputs // MIN_SPLIT), 1)
     out = jax.ShapeDtypeStruct((splits, len(x), num_ranks), x.dtype if splits == 1 else jnp.float32)
-    kernel = partial(_ranks_kernel, rows=_tile_rows(len(x)), splits=splits)
-    call = launched(kernel, (num_tiles, num_slots, splits), out, warps=4, stages=4)
-    result: Array = call(x, down, *tiles)
+    kernel = partial(_ranks_kernel, rows=rows, splits=splits)
+    result: Array = launched(kernel, (num_tiles, num_slots, splits), out, 4, 4)(x, down, which)
     return result
 
 
-def _ranks_kernel(
-    x_ref: Any,
-    down_ref: Any,
-    which_ref: Any,
-    used_ref: Any,
-    num_used_ref: Any,
-    out_ref: Any,
-    *,
-    rows: int,
-    splits: int,
-) -> None:
-    tile, nth, split = (pl.program_id(axis) for axis in range(3))
+def _ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, rows: int, splits: int) -> None:
+    tile, slot, split = (pl.program_id(axis) for axis in range(3))
     num_rows, num_inputs = x_ref.shape
     num_ranks = down_ref.shape[1]
+    row = tile * rows + lax.iota(jnp.int32, rows)
+    # What is not there is read from somewhere else instead, and not stored.
+    source = jnp.minimum(row, num_rows - 1)
+    is_own = plgpu.load(which_ref.at[source]) == slot + 1
 
-    @pl.when(nth < num_used_ref[tile])
+    @pl.when(jnp.sum(is_own.astype(jnp.int32)) > 0)
     def multiply() -> None:
-        slot = used_ref[tile, nth]
-        row = tile * rows + lax.iota(jnp.int32, rows)
-        # What is not there is read from somewhere else instead, and not stored.
-        source = jnp.minimum(row, num_rows - 1)
         rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_SIDE))
         here = jnp.minimum(rank, num_ranks - 1)
 
@@ -106,83 +103,128 @@ def _ranks_kernel(
         length = pl.cdiv(pl.cdiv(num_inputs, DEPTH), splits)
         last = jnp.minimum((split + 1) * length, pl.cdiv(num_inputs, DEPTH))
         total = lax.fori_loop(split * length, last, add, jnp.zeros((rows, len(rank)), jnp.float32))
-        is_own = (plgpu.load(which_ref.at[source]) == slot + 1) & (row < num_rows)
-        mask = is_own[:, None] & (rank < num_ranks)[None, :]
+        mask = (is_own & (row < num_rows))[:, None] & (rank < num_ranks)[None, :]
         at = (split, *index_grid(row, rank[None, :]))
         plgpu.store(out_ref.at[at], total.astype(out_ref.dtype), mask=mask)
 
 
-def _added(base: Array, ranks: Array, up: Array, tiles: Tiles, activation: Activation | None) -> Array:
-    num_rows, num_outputs = base.shape
-    num_tiles = len(tiles.used)
-    if num_tiles > 4:
-        columns, together = 128, 1
+class Adding(NamedTuple):
+    """How the second product is cut."""
+
+    rows: int
+    columns: int  # of the result
+    together: int  # slots that are asked at once; 1: only those that some row has
+    fused: Fused
+    num_inner: int  # outputs behind the axis of the modules
+    num_along: int  # outputs along it
+    activation: Activation | None
+
+
+def _added(
+    base: Array, ranks: Array, up: Array, fused: Fused, which: Array, activation: Activation | None = None
+) -> Array:
+    num_rows, width = base.shape[0], base.shape[1] // (1 if activation is None else 2)
+    *outputs, num_slots, num_ranks = up.shape
+    rows = _tile_rows(num_rows)
+    num_tiles = pl.cdiv(num_rows, rows)
+    if num_tiles > FEW_TILES:
+        columns, together = 128 if activation is None else 64, 1
     else:  # so that there is work for all multiprocessors
-        columns, together = (128 if num_outputs > 16384 else 64 if num_outputs > 4096 else 32), 4
-    kernel = partial(
-        _added_kernel, rows=_tile_rows(num_rows), columns=columns, together=together, activation=activation
-    )
-    width = num_outputs if activation is None else num_outputs // 2
+        columns = 64 if width > 4096 else 32
+        together = min(max(SPREAD // next_power(num_ranks), 1), next_power(num_slots))
+    inner, along = math.prod(outputs[fused.axis + 1 :]), outputs[fused.axis]
+    how = Adding(rows, columns, together, fused, inner, along, activation)
     out = jax.ShapeDtypeStruct((num_rows, width), base.dtype)
     aliases = {0: 0} if activation is None else {}
-    grid = (num_tiles, pl.cdiv(num_outputs, columns))
-    result: Array = launched(kernel, grid, out, 4, 2, aliases)(base, ranks, up, *tiles)
+    call = launched(partial(_added_kernel, how=how), (num_tiles, pl.cdiv(width, columns)), out, 4, 2, aliases)
+    result: Array = call(base, ranks, up.reshape(-1, num_slots, num_ranks), which)
     return result
 
 
 def _added_kernel(
-    base_ref: Any,
-    ranks_ref: Any,
-    up_ref: Any,
-    which_ref: Any,
-    used_ref: Any,
-    num_used_ref: Any,
-    out_ref: Any,
-    *,
-    rows: int,
-    columns: int,
-    together: int,
-    activation: Activation | None,
+    base_ref: Any, ranks_ref: Any, up_ref: Any, which_ref: Any, out_ref: Any, *, how: Adding
 ) -> None:
-    splits, num_rows, num_ranks = ranks_ref.shape
-    num_outputs, tile = base_ref.shape[1], pl.program_id(0)
-    num_used = num_used_ref[tile]
-    row = tile * rows + lax.iota(jnp.int32, rows)
+    num_rows, width = out_ref.shape
+    row = pl.program_id(0) * how.rows + lax.iota(jnp.int32, how.rows)
     source = jnp.minimum(row, num_rows - 1)
-    column = pl.program_id(1) * columns + lax.iota(jnp.int32, columns)
-    here = column if num_outputs % columns == 0 else jnp.minimum(column, num_outputs - 1)
+    first = pl.program_id(1) * how.columns
+    column = first + lax.iota(jnp.int32, how.columns)
+    here = column if width % how.columns == 0 else jnp.minimum(column, width - 1)
     which = plgpu.load(which_ref.at[source])
-    rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_SIDE))
-    is_rank = None if num_ranks == len(rank) else rank < num_ranks
-    has = (which > 0)[:, None] & (rank < num_ranks)[None, :]
-    parts = [
-        plgpu.load(ranks_ref.at[(split, *index_grid(source, rank[None, :]))], mask=has, other=0)
-        for split in range(splits)
-    ]
-    ranks = sum(parts[1:], parts[0]).astype(up_ref.dtype)
-
-    def add(i: Array, total: Array) -> Array:
-        """Of some slots, whose reads overlap."""
-        for j in range(together):
-            nth = i * together + j
-            slot = used_ref[tile, jnp.minimum(nth, used_ref.shape[1] - 1)]
-            is_own = (which == slot + 1) & (nth < num_used)
-            own = jnp.where(is_own[:, None], ranks, jnp.zeros_like(ranks))
-            total += dot(own, read_tile(up_ref, (), here, slot * num_ranks + rank, is_rank).T)
-        return total
-
-    total = plgpu.load(base_ref.at[index_grid(source, here[None, :])]).astype(jnp.float32)
-    total = lax.fori_loop(0, pl.cdiv(num_used, together), add, total)
-    if activation is not None:
-        gate, up = _gates_and_ups(total)
-        total = activation(gate) * up
-        column = pl.program_id(1) * (columns // 2) + lax.iota(jnp.int32, columns // 2)
-    mask = (row < num_rows)[:, None] & (column < out_ref.shape[1])[None, :]
+    add = partial(_add, ranks_ref, up_ref, source, which, how)
+    if how.activation is None:
+        total = plgpu.load(base_ref.at[index_grid(source, here[None, :])]).astype(jnp.float32)
+        if how.num_inner % how.columns == 0 or not how.fused.starts:
+            total = add(total, here, _module(how, first))
+        else:
+            modules = _module(how, here)
+            for module in range(how.fused.num_modules):
+                added = add(jnp.zeros_like(total), here, module)
+                total += jnp.where((modules == module)[None, :], added, 0)
+    else:
+        both = 2 * first + lax.iota(jnp.int32, 2 * how.columns)
+        both = jnp.minimum(both, 2 * width - 1)
+        gate, up = _by_turns(plgpu.load(base_ref.at[index_grid(source, both[None, :])]).astype(jnp.float32))
+        gate, up = add(gate, 2 * here, 0), add(up, 2 * here + 1, how.fused.num_modules - 1)
+        total = how.activation(gate) * up
+    mask = (row < num_rows)[:, None] & (column < width)[None, :]
     plgpu.store(out_ref.at[index_grid(row, column[None, :])], total.astype(out_ref.dtype), mask=mask)
 
 
-def _gates_and_ups(both: Array) -> tuple[Array, Array]:
-    """Of [R, 2 * C], where they lie by turns."""
+def _add(
+    ranks_ref: Any,
+    up_ref: Any,
+    row: Array,
+    which: Array,
+    how: Adding,
+    total: Array,
+    output: Array,
+    module: Any,
+) -> Array:
+    """total [R, C], and what the rows' own slots add to these outputs, which are of one module."""
+    _, num_slots, num_ranks = up_ref.shape
+    rank = lax.iota(jnp.int32, next_power(num_ranks))
+    has = (which > 0)[:, None] & (rank < num_ranks)[None, :]
+    places = module * num_ranks + jnp.minimum(rank, num_ranks - 1)
+    parts = [
+        plgpu.load(ranks_ref.at[(split, *index_grid(row, places[None, :]))], mask=has, other=0)
+        for split in range(len(ranks_ref))
+    ]
+    ranks = sum(parts[1:], parts[0]).astype(up_ref.dtype)
+    size = max(how.together * len(rank), MIN_SIDE)  # a product of fewer is none
+    place = lax.iota(jnp.int32, size)
+
+    def of_slots(first: Any, total: Array) -> Array:
+        slot, nth = first + lax.div(place, len(rank)), lax.rem(place, len(rank))
+        there = (slot < jnp.minimum(first + how.together, num_slots)) & (nth < num_ranks)
+        at = (index_grid(output, jnp.minimum(slot, num_slots - 1)[None, :]), jnp.minimum(nth, num_ranks - 1))
+        index = (*at[0], jnp.broadcast_to(at[1][None, :], (len(output), size)))
+        weights = plgpu.load(up_ref.at[index], mask=jnp.broadcast_to(there[None, :], index[0].shape), other=0)
+        spread = jnp.broadcast_to(ranks[:, None, :], (len(row), size // len(rank), len(rank)))
+        is_own = which[:, None] == slot[None, :] + 1
+        own = jnp.where(is_own & there[None, :], spread.reshape(len(row), size), jnp.zeros((), ranks.dtype))
+        return total + dot(own, weights.T)
+
+    if how.together > 1:
+        for first in range(0, num_slots, how.together):
+            total = of_slots(first, total)
+        return total
+    lowest = jnp.min(jnp.where(which > 0, which, num_slots + 1)) - 1
+
+    def of_slot(slot: Array, total: Array) -> Array:
+        is_used = jnp.sum((which == slot + 1).astype(jnp.int32)) > 0
+        return lax.cond(is_used, of_slots, lambda _, total: total, slot, total)
+
+    return lax.fori_loop(lowest, jnp.max(which), of_slot, total)
+
+
+def _module(how: Adding, column: Array) -> Array:
+    along = lax.rem(lax.div(column, how.num_inner), how.num_along)
+    return sum(((along >= start).astype(jnp.int32) for start in how.fused.starts), jnp.zeros_like(along))
+
+
+def _by_turns(both: Array) -> tuple[Array, Array]:
+    """The even and the odd columns."""
     pairs = both.reshape(len(both), -1, 2)
-    is_gate = lax.broadcasted_iota(jnp.int32, pairs.shape, 2) == 0
-    return jnp.sum(jnp.where(is_gate, pairs, 0), axis=2), jnp.sum(jnp.where(is_gate, 0, pairs), axis=2)
+    is_even = lax.broadcasted_iota(jnp.int32, pairs.shape, 2) == 0
+    return jnp.sum(jnp.where(is_even, pairs, 0), axis=2), jnp.sum(jnp.where(is_even, 0, pairs), axis=2)

@@ -1,7 +1,7 @@
 """Adapters (LoRA) of a step's rows: a matrix around another, which adds to each row what its own one says.
 
 Adapters lie in slots. An adapter adds up @ down to a matrix; where several modules of a checkpoint are fused
-into one matrix, each has ranks of its own, and zeros in `up` where it has no outputs.
+into one matrix, each has ranks of its own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hex_llm.kernels.experts import Activation, GatedMatrix
+from hex_llm.kernels.gpu_adapters import Fused
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Param, Piece, Weights, abstract_weights
 from hex_llm.models.spec import ModelSpec
@@ -26,8 +28,9 @@ HEAD = ".head"  # the path of the head
 class SlotMatrices:
     """What all slots add to a matrix [*outputs, *inputs]."""
 
-    down: Any  # [slots, ranks, *inputs]
-    up: Any  # [*outputs, slots, ranks]
+    down: Any  # [slots, modules * ranks, *inputs]
+    up: Any  # [*outputs, slots, ranks], those of an output's own module
+    fused: Fused = field(default=Fused(), metadata={"static": True})
 
 
 Slots = dict[str, SlotMatrices]  # by the path of their matrix in the tree of weights
@@ -40,7 +43,8 @@ class AddAdapters(Protocol):
         x: jax.Array,  # [T, inputs]
         down: jax.Array,
         up: jax.Array,
-        which: jax.Array,
+        fused: Fused,
+        which: jax.Array,  # [T] each row's slot
         activation: Activation | None = None,
     ) -> jax.Array:
         """`out` and what each row's own adapter adds; with an activation, outputs [F, 2] become [F]."""
@@ -52,13 +56,22 @@ def add_by_all(
     x: jax.Array,
     down: jax.Array,
     up: jax.Array,
+    fused: Fused,
     which: jax.Array,
     activation: Activation | None = None,
 ) -> jax.Array:
     """See AddAdapters. Rows ask all slots at once and keep the answer of their own one: others add exact
     zeros, for everything in a slot is finite."""
-    ranks = _of_own_slot(Dense(down, num_outputs=2).matmul(x), which)
-    out = out + Dense(up, num_outputs=out.ndim - 1).matmul(ranks)
+    ranks = Dense(down, num_outputs=2).matmul(x)
+    ranks = ranks.reshape(*ranks.shape[:2], fused.num_modules, -1)
+
+    def added(module: int) -> jax.Array:
+        begin, end = fused.range_of(module, up.shape[fused.axis])
+        own = _of_own_slot(ranks[:, :, module], which)
+        rows = jax.lax.slice_in_dim(up, begin, end, axis=fused.axis)
+        return Dense(rows, num_outputs=out.ndim - 1).matmul(own)
+
+    out = out + jnp.concatenate([added(i) for i in range(fused.num_modules)], axis=1 + fused.axis)
     return out if activation is None else activation(out[..., 0]) * out[..., 1]
 
 
@@ -79,17 +92,21 @@ class Adapted(GatedMatrix):
     add: AddAdapters = field(default=add_by_all, metadata={"static": True})
 
     def matmul(self, x: jax.Array) -> jax.Array:
-        return self.add(self.base.matmul(x), x, self.slots.down, self.slots.up, self.which)
+        return self._added(x)
 
     def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
         if bias is not None:
             return super().gated(x, activation, bias)
-        return self.add(self.base.matmul(x), x, self.slots.down, self.slots.up, self.which, activation)
+        return self._added(x, activation)
 
     def rows(self, which: jax.Array) -> jax.Array:
         ranks = _of_own_slot(self.slots.up[which], self.which)
         down = self.slots.down.reshape(ranks.shape[1], -1)
         return self.base.rows(which) + jnp.dot(ranks, down, preferred_element_type=jnp.float32)
+
+    def _added(self, x: jax.Array, activation: Activation | None = None) -> jax.Array:
+        slots = self.slots
+        return self.add(self.base.matmul(x), x, slots.down, slots.up, slots.fused, self.which, activation)
 
 
 def adapt(weights: Weights, slots: Slots, which: jax.Array, add: AddAdapters) -> Weights:
@@ -132,16 +149,31 @@ def module_names(matrix: Dense) -> list[str]:
 
 def slot_params(matrix: Dense, num_slots: int, max_rank: int) -> SlotMatrices:
     """Of Params, which are divided over devices as the matrix is."""
-    param, num, ranks = matrix.array, matrix.num_outputs, len(module_names(matrix)) * max_rank
+    param, num, fused = matrix.array, matrix.num_outputs, fused_modules(matrix)
+    ranks = fused.num_modules * max_rank
     return SlotMatrices(
         Param((num_slots, ranks, *param.shape[num:]), (None, None, *param.axes[num:]), ()),
-        Param((*param.shape[:num], num_slots, ranks), (*param.axes[:num], None, None), ()),
+        Param((*param.shape[:num], num_slots, max_rank), (*param.axes[:num], None, None), ()),
+        fused,
     )
 
 
+def fused_modules(matrix: Dense) -> Fused:
+    """How its modules share the outputs: one after another along one axis."""
+    names, shape = module_names(matrix), matrix.array.shape[: matrix.num_outputs]
+    owners = np.zeros(shape, int)
+    for piece in matrix.array.pieces:
+        owners[piece.to[: matrix.num_outputs]] = names.index(piece.name.removesuffix(".weight"))
+    for axis, size in enumerate(shape):
+        along = np.moveaxis(owners, axis, 0).reshape(size, -1)
+        if (along == along[:, :1]).all() and (np.diff(along[:, 0]) >= 0).all():
+            return Fused(axis, tuple(np.searchsorted(along[:, 0], range(1, len(names))).tolist()))
+    raise AssertionError(f"the modules of {names} lie among each other")
+
+
 def adapter_params(matrix: Dense, ranks: Mapping[str, int], max_rank: int) -> SlotMatrices:
-    """Of Params [modules, rank, *inputs] and [*outputs, modules, rank], made of one adapter's tensors, whose
-    modules have these ranks. Their pieces are named as the matrix's, for each of the two."""
+    """Of Params [modules, rank, *inputs] and [*outputs, rank], made of one adapter's tensors, whose modules
+    have these ranks. Their pieces are named as the matrix's, for each of the two."""
     param, names, num = matrix.array, module_names(matrix), matrix.num_outputs
     downs: list[Piece] = []
     ups: list[Piece] = []
@@ -156,9 +188,10 @@ def adapter_params(matrix: Dense, ranks: Mapping[str, int], max_rank: int) -> Sl
         view, start = (rank, *piece.view[num_out:]), (1, offset * (axis == 1))
         downs.append(Piece(module, (rank, inputs), view, (*own, *to[num:]), start))
         view, start = (*piece.view[:num_out], rank), (0, offset * (axis == 0))
-        ups.append(Piece(module, (outputs, rank), view, (*to[:num], *own), start, repeat=piece.repeat))
+        ups.append(Piece(module, (outputs, rank), view, (*to[:num], own[1]), start, repeat=piece.repeat))
     shape, ranked = param.shape, (len(names), max_rank)
     return SlotMatrices(
         Param((*ranked, *shape[num:]), (None,) * (2 + len(shape) - num), tuple(downs)),
-        Param((*shape[:num], *ranked), (None,) * (2 + num), tuple(ups)),
+        Param((*shape[:num], max_rank), (None,) * (1 + num), tuple(ups)),
+        fused_modules(matrix),
     )

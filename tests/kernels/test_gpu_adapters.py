@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels.gpu_adapters import add_adapters
+from hex_llm.kernels.gpu_adapters import Fused, add_adapters
 from hex_llm.models.adapters import add_by_all
 from tests.kernels.lowering import lowered_for_gpus
 
@@ -20,14 +20,19 @@ class Case(NamedTuple):
     num_inputs: int = 256
     num_slots: int = 3
     num_ranks: int = 16
+    fused: Fused = Fused()
     dtype: Any = jnp.float32
 
 
-PROMPTS = [2] * 50 + [0] * 30 + [1] * 70 + [3]
+PROMPTS = [2] * 50 + [0] * 30 + [1] * 70 + [3] + [0] * 90 + [3] * 20 + [1]  # more than a few tiles
 CASES = {
     "decodes": Case([0, 2, 1, 3, 0, 2, 2], (5, 3, 4)),
+    "heads": Case([0, 2, 1, 3, 0, 2, 2], (2, 4, 32), fused=Fused(1, (2, 3))),
+    "heads of prompts": Case(PROMPTS, (2, 3, 128), fused=Fused(1, (1, 2))),
+    "heads that fill no program": Case(PROMPTS, (2, 4, 20), fused=Fused(1, (2, 3))),
+    "more slots than are asked at once": Case([0, 7, 20, 1], num_slots=20),
     "one": Case([2], num_ranks=4),
-    "inputs and ranks that fill nothing": Case([1, 0, 3], num_inputs=200, num_ranks=48),
+    "inputs and ranks that fill nothing": Case([1, 0, 3], num_inputs=200, num_ranks=24),
     "prompts": Case(PROMPTS),
     "nobody has one": Case([0, 0], num_slots=1),
     "inputs that are shared": Case([1, 2, 0, 3], num_inputs=2048),
@@ -35,7 +40,7 @@ CASES = {
 }
 
 
-def arrays(case: Case) -> tuple[jax.Array, ...]:
+def arrays(case: Case) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
@@ -43,9 +48,9 @@ def arrays(case: Case) -> tuple[jax.Array, ...]:
 
     num = len(case.which)
     out, x = normal(num, *case.outputs), normal(num, case.num_inputs)
-    down = normal(case.num_slots, case.num_ranks, case.num_inputs)
+    down = normal(case.num_slots, case.fused.num_modules * case.num_ranks, case.num_inputs)
     up = normal(*case.outputs, case.num_slots, case.num_ranks)
-    return out, x, down, up, jnp.asarray(case.which, jnp.int32)
+    return out, x, down, up, case.fused, jnp.asarray(case.which, jnp.int32)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,9 +64,10 @@ def test_each_row_has_its_own(name: str) -> None:
     np.testing.assert_array_equal(got[without], given[0][without])
 
 
+@pytest.mark.parametrize("fused", [Fused(), Fused(1, (1,))])
 @pytest.mark.parametrize("which", [[0, 2, 1], PROMPTS])
-def test_gates(which: list[int]) -> None:
-    given = arrays(Case(which, (70, 2), num_ranks=32))
+def test_gates(which: list[int], fused: Fused) -> None:
+    given = arrays(Case(which, (70, 2), fused=fused))
     got, expected = add_adapters(*given, jax.nn.silu), add_by_all(*given, jax.nn.silu)
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
@@ -69,6 +75,7 @@ def test_gates(which: list[int]) -> None:
 @pytest.mark.parametrize("activation", [None, jax.nn.silu])
 def test_lowers_for_gpus(activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hex_llm.kernels.gpu_kernel.interpreted", lambda: False)
-    case = Case(PROMPTS, (64, 2), 1024, 16, 16, jnp.bfloat16)
-    text = lowered_for_gpus(lambda *given: add_adapters(*given, activation), *arrays(case))
+    case = Case(PROMPTS, (64, 2), 1024, 16, 16, Fused(1, (1,)), jnp.bfloat16)
+    *matrices, fused, which = arrays(case)
+    text = lowered_for_gpus(lambda *given: add_adapters(*given, fused, which, activation), *matrices)
     assert text.count("triton") >= 2
