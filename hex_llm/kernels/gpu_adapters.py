@@ -2,7 +2,7 @@
 
 The first leaves for each row the ranks of its own slot. The second adds to the base's product in place; of
 gates and ups it makes what goes on, so that these are read once, as without adapters. Rows are taken in
-tiles. Of few tiles, decodes, each asks all slots at once: what is waited for are reads, and none depends on
+tiles. Of few rows, decodes, each tile asks all slots: what is waited for are reads, and so none depends on
 another. Of many, prompts, whose rows of one adapter follow each other, a tile asks the one or two that its
 rows have. docs/kernels.md tells what was measured.
 """
@@ -22,12 +22,12 @@ from jax.experimental.pallas import triton as plgpu
 from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.gpu_kernel import dot, index_grid, launched, next_power, read_tile
 
-MIN_SIDE, MAX_ROWS = 16, 64  # of a tile
-FEW_TILES = 4
+MIN_SIDE = 16  # of a tile
+FEW_ROWS = 256  # decodes
 DEPTH = 128  # inputs at a time
 MIN_SPLIT = 4 * DEPTH  # the fewest inputs that are worth a program
-MAX_SPLITS = 16  # programs that share the inputs of a row
-SPREAD = 256  # ranks of the slots that are asked at once
+MAX_SPLITS = 8  # programs that share the inputs of a row
+TOGETHER = 8  # slots of decodes whose reads overlap
 
 
 class Fused(NamedTuple):
@@ -64,7 +64,7 @@ def add_adapters(
 
 
 def _tile_rows(num_rows: int) -> int:
-    return min(max(next_power(num_rows), MIN_SIDE), MAX_ROWS)
+    return min(max(next_power(num_rows), MIN_SIDE), 64 if num_rows <= FEW_ROWS else 128)
 
 
 def _ranks(x: Array, down: Array, which: Array) -> Array:
@@ -72,8 +72,7 @@ def _ranks(x: Array, down: Array, which: Array) -> Array:
     num_slots, num_ranks, num_inputs = down.shape
     rows = _tile_rows(len(x))
     num_tiles = pl.cdiv(len(x), rows)
-    wanted = MAX_SPLITS if num_tiles <= FEW_TILES else 512 // num_tiles
-    splits = max(min(wanted, num_inputs // MIN_SPLIT), 1)
+    splits = max(min(MAX_SPLITS, num_inputs // MIN_SPLIT), 1) if len(x) <= FEW_ROWS else 1
     out = jax.ShapeDtypeStruct((splits, len(x), num_ranks), x.dtype if splits == 1 else jnp.float32)
     kernel = partial(_ranks_kernel, rows=rows, splits=splits)
     result: Array = launched(kernel, (num_tiles, num_slots, splits), out, 4, 4)(x, down, which)
@@ -112,31 +111,33 @@ class Adding(NamedTuple):
     """How the second product is cut."""
 
     rows: int
-    columns: int  # of the result
-    together: int  # slots that are asked at once; 1: only those that some row has
+    columns: int  # of the base's product
     fused: Fused
     num_inner: int  # outputs behind the axis of the modules
     num_along: int  # outputs along it
     activation: Activation | None
 
+    @property
+    def is_mixed(self) -> bool:
+        """The columns of a program may be of several modules."""
+        return bool(self.fused.starts) and self.num_inner % self.columns > 0
+
 
 def _added(
     base: Array, ranks: Array, up: Array, fused: Fused, which: Array, activation: Activation | None = None
 ) -> Array:
-    num_rows, width = base.shape[0], base.shape[1] // (1 if activation is None else 2)
+    num_rows, num_outputs = base.shape
     *outputs, num_slots, num_ranks = up.shape
     rows = _tile_rows(num_rows)
-    num_tiles = pl.cdiv(num_rows, rows)
-    if num_tiles > FEW_TILES:
-        columns, together = 128 if activation is None else 64, 1
-    else:  # so that there is work for all multiprocessors
-        columns = 64 if width > 4096 else 32
-        together = min(max(SPREAD // next_power(num_ranks), 1), next_power(num_slots))
+    # Of few rows, so that there is work for all multiprocessors.
+    columns = 128 if num_rows > FEW_ROWS else 64 if num_outputs > 4096 else 32
     inner, along = math.prod(outputs[fused.axis + 1 :]), outputs[fused.axis]
-    how = Adding(rows, columns, together, fused, inner, along, activation)
+    kernel = partial(_added_kernel, how=Adding(rows, columns, fused, inner, along, activation))
+    width = num_outputs if activation is None else num_outputs // 2
     out = jax.ShapeDtypeStruct((num_rows, width), base.dtype)
     aliases = {0: 0} if activation is None else {}
-    call = launched(partial(_added_kernel, how=how), (num_tiles, pl.cdiv(width, columns)), out, 4, 2, aliases)
+    grid = (pl.cdiv(num_rows, rows), pl.cdiv(num_outputs, columns))
+    call = launched(kernel, grid, out, 4 if num_rows <= FEW_ROWS else 8, 2, aliases)
     result: Array = call(base, ranks, up.reshape(-1, num_slots, num_ranks), which)
     return result
 
@@ -144,78 +145,64 @@ def _added(
 def _added_kernel(
     base_ref: Any, ranks_ref: Any, up_ref: Any, which_ref: Any, out_ref: Any, *, how: Adding
 ) -> None:
-    num_rows, width = out_ref.shape
+    num_rows, num_outputs = base_ref.shape
     row = pl.program_id(0) * how.rows + lax.iota(jnp.int32, how.rows)
     source = jnp.minimum(row, num_rows - 1)
-    first = pl.program_id(1) * how.columns
-    column = first + lax.iota(jnp.int32, how.columns)
-    here = column if width % how.columns == 0 else jnp.minimum(column, width - 1)
+    column = pl.program_id(1) * how.columns + lax.iota(jnp.int32, how.columns)
+    here = column if num_outputs % how.columns == 0 else jnp.minimum(column, num_outputs - 1)
     which = plgpu.load(which_ref.at[source])
-    add = partial(_add, ranks_ref, up_ref, source, which, how)
-    if how.activation is None:
-        total = plgpu.load(base_ref.at[index_grid(source, here[None, :])]).astype(jnp.float32)
-        if how.num_inner % how.columns == 0 or not how.fused.starts:
-            total = add(total, here, _module(how, first))
-        else:
-            modules = _module(how, here)
-            for module in range(how.fused.num_modules):
-                added = add(jnp.zeros_like(total), here, module)
-                total += jnp.where((modules == module)[None, :], added, 0)
-    else:
-        both = 2 * first + lax.iota(jnp.int32, 2 * how.columns)
-        both = jnp.minimum(both, 2 * width - 1)
-        gate, up = _by_turns(plgpu.load(base_ref.at[index_grid(source, both[None, :])]).astype(jnp.float32))
-        gate, up = add(gate, 2 * here, 0), add(up, 2 * here + 1, how.fused.num_modules - 1)
+    total = plgpu.load(base_ref.at[index_grid(source, here[None, :])]).astype(jnp.float32)
+    total = _with_slots(total, ranks_ref, up_ref, source, here, which, how)
+    if how.activation is not None:
+        gate, up = _by_turns(total)
         total = how.activation(gate) * up
-    mask = (row < num_rows)[:, None] & (column < width)[None, :]
+        column = pl.program_id(1) * (how.columns // 2) + lax.iota(jnp.int32, how.columns // 2)
+    mask = (row < num_rows)[:, None] & (column < out_ref.shape[1])[None, :]
     plgpu.store(out_ref.at[index_grid(row, column[None, :])], total.astype(out_ref.dtype), mask=mask)
 
 
-def _add(
-    ranks_ref: Any,
-    up_ref: Any,
-    row: Array,
-    which: Array,
-    how: Adding,
-    total: Array,
-    output: Array,
-    module: Any,
+def _with_slots(
+    total: Array, ranks_ref: Any, up_ref: Any, row: Array, output: Array, which: Array, how: Adding
 ) -> Array:
-    """total [R, C], and what the rows' own slots add to these outputs, which are of one module."""
+    """total [R, C], and what the rows' own slots add to these outputs."""
     _, num_slots, num_ranks = up_ref.shape
-    rank = lax.iota(jnp.int32, next_power(num_ranks))
-    has = (which > 0)[:, None] & (rank < num_ranks)[None, :]
-    places = module * num_ranks + jnp.minimum(rank, num_ranks - 1)
-    parts = [
-        plgpu.load(ranks_ref.at[(split, *index_grid(row, places[None, :]))], mask=has, other=0)
-        for split in range(len(ranks_ref))
-    ]
+    modules = _module(how, output) if how.is_mixed else _module(how, pl.program_id(1) * how.columns)
+    num = (how.fused.num_modules if how.is_mixed else 1) * num_ranks
+    place = lax.iota(jnp.int32, max(next_power(num), MIN_SIDE))  # among the ranks of a row
+    first = 0 if how.is_mixed else modules * num_ranks
+    has = (which > 0)[:, None] & (place < num)[None, :]
+    at = index_grid(row, (first + jnp.minimum(place, num - 1))[None, :])
+    parts = [plgpu.load(ranks_ref.at[(i, *at)], mask=has, other=0) for i in range(len(ranks_ref))]
     ranks = sum(parts[1:], parts[0]).astype(up_ref.dtype)
-    size = max(how.together * len(rank), MIN_SIDE)  # a product of fewer is none
-    place = lax.iota(jnp.int32, size)
+    # Of mixed modules an output has ranks only at the places of its own.
+    own = (place < num)[None, :]
+    if how.is_mixed:
+        own &= lax.div(place, num_ranks)[None, :] == modules[:, None]
+    there = jnp.broadcast_to(own, (len(output), len(place)))
+    nth = jnp.broadcast_to(lax.rem(place, num_ranks)[None, :], there.shape)
+    outputs = jnp.broadcast_to(output[:, None], there.shape)
 
-    def of_slots(first: Any, total: Array) -> Array:
-        slot, nth = first + lax.div(place, len(rank)), lax.rem(place, len(rank))
-        there = (slot < jnp.minimum(first + how.together, num_slots)) & (nth < num_ranks)
-        at = (index_grid(output, jnp.minimum(slot, num_slots - 1)[None, :]), jnp.minimum(nth, num_ranks - 1))
-        index = (*at[0], jnp.broadcast_to(at[1][None, :], (len(output), size)))
-        weights = plgpu.load(up_ref.at[index], mask=jnp.broadcast_to(there[None, :], index[0].shape), other=0)
-        spread = jnp.broadcast_to(ranks[:, None, :], (len(row), size // len(rank), len(rank)))
-        is_own = which[:, None] == slot[None, :] + 1
-        own = jnp.where(is_own & there[None, :], spread.reshape(len(row), size), jnp.zeros((), ranks.dtype))
-        return total + dot(own, weights.T)
+    def read(slot: Any) -> Array:
+        slots = jnp.full(there.shape, slot, jnp.int32)
+        return plgpu.load(up_ref.at[outputs, slots, nth], mask=there, other=0)
 
-    if how.together > 1:
-        for first in range(0, num_slots, how.together):
-            total = of_slots(first, total)
+    def add(slot: Any, weights: Array, total: Array) -> Array:
+        is_own = (which == slot + 1)[:, None]
+        return total + dot(jnp.where(is_own, ranks, jnp.zeros_like(ranks)), weights.T)
+
+    if total.shape[0] <= 64:
+        for begin in range(0, num_slots, TOGETHER):
+            slots = range(begin, min(begin + TOGETHER, num_slots))
+            for slot, weights in [(slot, read(slot)) for slot in slots]:
+                total = add(slot, weights, total)
         return total
-    lowest = jnp.min(jnp.where(which > 0, which, num_slots + 1)) - 1
 
-    def of_slot(slot: Array, total: Array) -> Array:
+    def add_used(slot: Array, total: Array) -> Array:
         is_used = jnp.sum((which == slot + 1).astype(jnp.int32)) > 0
-        return lax.cond(is_used, of_slots, lambda _, total: total, slot, total)
+        return lax.cond(is_used, lambda total: add(slot, read(slot), total), lambda total: total, total)
 
-    return lax.fori_loop(lowest, jnp.max(which), of_slot, total)
+    lowest = jnp.min(jnp.where(which > 0, which, num_slots + 1)) - 1
+    return lax.fori_loop(lowest, jnp.max(which), add_used, total)
 
 
 def _module(how: Adding, column: Array) -> Array:
