@@ -197,6 +197,6 @@ def _experts(spec: ModelSpec, devices: Devices) -> RoutedExperts:
 
 def _adapters(spec: ModelSpec, devices: Devices) -> AddAdapters:
     """The kernel makes of gates and ups what that of experts does. Over several devices it is not split."""
-    can_gate = gpu_experts.can_fuse(spec.activation, devices.dtype)
+    fits = gpu_experts.can_fuse(spec.activation, devices.dtype) and spec.head_dim % gpu_adapters.MIN_SIDE == 0
     is_one_gpu = devices.platform == "gpu" and devices.num == 1
-    return gpu_adapters.add_adapters if is_one_gpu and can_gate else add_by_all
+    return gpu_adapters.add_adapters if is_one_gpu and fits else add_by_all

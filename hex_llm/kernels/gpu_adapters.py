@@ -111,86 +111,91 @@ class Adding(NamedTuple):
     """How the second product is cut."""
 
     rows: int
-    columns: int  # of the base's product
+    columns: int  # of the result, all of one module
+    num_slots: int
+    asks_all: bool  # slots, whether some row has them or not
     fused: Fused
     num_inner: int  # outputs behind the axis of the modules
     num_along: int  # outputs along it
     activation: Activation | None
 
-    @property
-    def is_mixed(self) -> bool:
-        """The columns of a program may be of several modules."""
-        return bool(self.fused.starts) and self.num_inner % self.columns > 0
-
 
 def _added(
     base: Array, ranks: Array, up: Array, fused: Fused, which: Array, activation: Activation | None = None
 ) -> Array:
-    num_rows, num_outputs = base.shape
     *outputs, num_slots, num_ranks = up.shape
-    rows = _tile_rows(num_rows)
+    num_rows, width = len(base), math.prod(outputs) // (1 if activation is None else 2)
+    rows, is_few = _tile_rows(num_rows), num_rows <= FEW_ROWS
     # Of few rows, so that there is work for all multiprocessors.
-    columns = 128 if num_rows > FEW_ROWS else 64 if num_outputs > 4096 else 32
+    columns = (32 if width <= 16384 else 128) if is_few else 128 if activation is None else 64
     inner, along = math.prod(outputs[fused.axis + 1 :]), outputs[fused.axis]
-    kernel = partial(_added_kernel, how=Adding(rows, columns, fused, inner, along, activation))
-    width = num_outputs if activation is None else num_outputs // 2
+    if activation is None and fused.starts:
+        columns = min(columns, inner & -inner)
+    how = Adding(rows, columns, num_slots, is_few, fused, inner, along, activation)
     out = jax.ShapeDtypeStruct((num_rows, width), base.dtype)
     aliases = {0: 0} if activation is None else {}
-    grid = (pl.cdiv(num_rows, rows), pl.cdiv(num_outputs, columns))
-    call = launched(kernel, grid, out, 4 if num_rows <= FEW_ROWS else 8, 2, aliases)
-    result: Array = call(base, ranks, up.reshape(-1, num_slots, num_ranks), which)
+    grid = (pl.cdiv(num_rows, rows), pl.cdiv(width, columns))
+    call = launched(partial(_added_kernel, how=how), grid, out, 4 if is_few else 8, 2, aliases)
+    result: Array = call(base, ranks, up.reshape(-1, num_slots * num_ranks), which)
     return result
 
 
 def _added_kernel(
     base_ref: Any, ranks_ref: Any, up_ref: Any, which_ref: Any, out_ref: Any, *, how: Adding
 ) -> None:
-    num_rows, num_outputs = base_ref.shape
+    num_rows, width = out_ref.shape
     row = pl.program_id(0) * how.rows + lax.iota(jnp.int32, how.rows)
     source = jnp.minimum(row, num_rows - 1)
-    column = pl.program_id(1) * how.columns + lax.iota(jnp.int32, how.columns)
-    here = column if num_outputs % how.columns == 0 else jnp.minimum(column, num_outputs - 1)
+    first = pl.program_id(1) * how.columns
+    column = first + lax.iota(jnp.int32, how.columns)
+    here = column if width % how.columns == 0 else jnp.minimum(column, width - 1)
     which = plgpu.load(which_ref.at[source])
-    total = plgpu.load(base_ref.at[index_grid(source, here[None, :])]).astype(jnp.float32)
-    total = _with_slots(total, ranks_ref, up_ref, source, here, which, how)
-    if how.activation is not None:
-        gate, up = _by_turns(total)
-        total = how.activation(gate) * up
-        column = pl.program_id(1) * (how.columns // 2) + lax.iota(jnp.int32, how.columns // 2)
-    mask = (row < num_rows)[:, None] & (column < out_ref.shape[1])[None, :]
-    plgpu.store(out_ref.at[index_grid(row, column[None, :])], total.astype(out_ref.dtype), mask=mask)
+
+    def sums(output: Array, module: Any) -> Array:
+        base = plgpu.load(base_ref.at[index_grid(source, output[None, :])]).astype(jnp.float32)
+        return _with_slots(base, ranks_ref, up_ref, source, output, module, which, how)
+
+    if how.activation is None:
+        out = sums(here, _module(how, first))
+    else:
+        gate, up = sums(2 * here, 0), sums(2 * here + 1, how.fused.num_modules - 1)
+        out = how.activation(gate) * up
+    mask = (row < num_rows)[:, None] & (column < width)[None, :]
+    plgpu.store(out_ref.at[index_grid(row, column[None, :])], out.astype(out_ref.dtype), mask=mask)
+
+
+def _module(how: Adding, column: Array) -> Array:
+    along = lax.rem(lax.div(column, how.num_inner), how.num_along)
+    return sum(((along >= start).astype(jnp.int32) for start in how.fused.starts), jnp.zeros_like(along))
 
 
 def _with_slots(
-    total: Array, ranks_ref: Any, up_ref: Any, row: Array, output: Array, which: Array, how: Adding
+    total: Array,
+    ranks_ref: Any,
+    up_ref: Any,
+    row: Array,
+    output: Array,
+    module: Any,
+    which: Array,
+    how: Adding,
 ) -> Array:
-    """total [R, C], and what the rows' own slots add to these outputs."""
-    _, num_slots, num_ranks = up_ref.shape
-    modules = _module(how, output) if how.is_mixed else _module(how, pl.program_id(1) * how.columns)
-    num = (how.fused.num_modules if how.is_mixed else 1) * num_ranks
-    place = lax.iota(jnp.int32, max(next_power(num), MIN_SIDE))  # among the ranks of a row
-    first = 0 if how.is_mixed else modules * num_ranks
-    has = (which > 0)[:, None] & (place < num)[None, :]
-    at = index_grid(row, (first + jnp.minimum(place, num - 1))[None, :])
+    """total [R, C], and what the rows' own slots add to these outputs of one module."""
+    num_slots, num_ranks = how.num_slots, up_ref.shape[1] // how.num_slots
+    rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_SIDE))
+    inside = None if len(rank) == num_ranks else rank < num_ranks
+    has = (which > 0)[:, None] & (rank < num_ranks)[None, :]
+    at = index_grid(row, (module * num_ranks + rank)[None, :])
     parts = [plgpu.load(ranks_ref.at[(i, *at)], mask=has, other=0) for i in range(len(ranks_ref))]
     ranks = sum(parts[1:], parts[0]).astype(up_ref.dtype)
-    # Of mixed modules an output has ranks only at the places of its own.
-    own = (place < num)[None, :]
-    if how.is_mixed:
-        own &= lax.div(place, num_ranks)[None, :] == modules[:, None]
-    there = jnp.broadcast_to(own, (len(output), len(place)))
-    nth = jnp.broadcast_to(lax.rem(place, num_ranks)[None, :], there.shape)
-    outputs = jnp.broadcast_to(output[:, None], there.shape)
 
     def read(slot: Any) -> Array:
-        slots = jnp.full(there.shape, slot, jnp.int32)
-        return plgpu.load(up_ref.at[outputs, slots, nth], mask=there, other=0)
+        return read_tile(up_ref, (), output, slot * num_ranks + rank, inside)
 
     def add(slot: Any, weights: Array, total: Array) -> Array:
         is_own = (which == slot + 1)[:, None]
         return total + dot(jnp.where(is_own, ranks, jnp.zeros_like(ranks)), weights.T)
 
-    if total.shape[0] <= 64:
+    if how.asks_all:
         for begin in range(0, num_slots, TOGETHER):
             slots = range(begin, min(begin + TOGETHER, num_slots))
             for slot, weights in [(slot, read(slot)) for slot in slots]:
@@ -203,15 +208,3 @@ def _with_slots(
 
     lowest = jnp.min(jnp.where(which > 0, which, num_slots + 1)) - 1
     return lax.fori_loop(lowest, jnp.max(which), add_used, total)
-
-
-def _module(how: Adding, column: Array) -> Array:
-    along = lax.rem(lax.div(column, how.num_inner), how.num_along)
-    return sum(((along >= start).astype(jnp.int32) for start in how.fused.starts), jnp.zeros_like(along))
-
-
-def _by_turns(both: Array) -> tuple[Array, Array]:
-    """The even and the odd columns."""
-    pairs = both.reshape(len(both), -1, 2)
-    is_even = lax.broadcasted_iota(jnp.int32, pairs.shape, 2) == 0
-    return jnp.sum(jnp.where(is_even, pairs, 0), axis=2), jnp.sum(jnp.where(is_even, 0, pairs), axis=2)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hex_llm.kernels.experts import Activation, GatedMatrix
+from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.gpu_adapters import Fused
-from hex_llm.models.linear import Dense
+from hex_llm.models.linear import Dense, linear
 from hex_llm.models.params import FeedForward, Param, Piece, Weights, abstract_weights
 from hex_llm.models.spec import ModelSpec
 
@@ -83,7 +83,7 @@ def _of_own_slot(ranks: jax.Array, which: jax.Array) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Adapted(GatedMatrix):
+class Adapted:
     """A Matrix."""
 
     base: Any
@@ -95,18 +95,18 @@ class Adapted(GatedMatrix):
         return self._added(x)
 
     def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
-        if bias is not None:
-            return super().gated(x, activation, bias)
-        return self._added(x, activation)
+        return self._added(x, activation, bias)
 
     def rows(self, which: jax.Array) -> jax.Array:
         ranks = _of_own_slot(self.slots.up[which], self.which)
         down = self.slots.down.reshape(ranks.shape[1], -1)
         return self.base.rows(which) + jnp.dot(ranks, down, preferred_element_type=jnp.float32)
 
-    def _added(self, x: jax.Array, activation: Activation | None = None) -> jax.Array:
-        slots = self.slots
-        return self.add(self.base.matmul(x), x, slots.down, slots.up, slots.fused, self.which, activation)
+    def _added(
+        self, x: jax.Array, activation: Activation | None = None, bias: jax.Array | None = None
+    ) -> jax.Array:
+        slots, out = self.slots, linear(x, self.base, bias)
+        return self.add(out, x, slots.down, slots.up, slots.fused, self.which, activation)
 
 
 def adapt(weights: Weights, slots: Slots, which: jax.Array, add: AddAdapters) -> Weights:

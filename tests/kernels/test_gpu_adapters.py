@@ -29,7 +29,7 @@ CASES = {
     "decodes": Case([0, 2, 1, 3, 0, 2, 2], (5, 3, 4)),
     "heads": Case([0, 2, 1, 3, 0, 2, 2], (2, 4, 32), fused=Fused(1, (2, 3))),
     "heads of prompts": Case(PROMPTS, (2, 3, 128), fused=Fused(1, (1, 2))),
-    "heads that fill no program": Case(PROMPTS, (2, 4, 20), fused=Fused(1, (2, 3))),
+    "heads of 80": Case(PROMPTS, (2, 4, 80), fused=Fused(1, (2, 3))),
     "more slots than are asked at once": Case([0, 7, 20, 1], num_slots=20),
     "one": Case([2], num_ranks=4),
     "inputs and ranks that fill nothing": Case([1, 0, 3], num_inputs=200, num_ranks=24),
