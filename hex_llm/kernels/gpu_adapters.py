@@ -26,7 +26,7 @@ MIN_SIDE = 16  # of a tile
 FEW_ROWS = 256  # decodes
 DEPTH = 128  # inputs at a time
 MIN_SPLIT = 4 * DEPTH  # the fewest inputs that are worth a program
-MAX_SPLITS = 8  # programs that share the inputs of a row
+MAX_SPLITS = 4  # programs that share the inputs of a row; all of the second product read what each leaves
 TOGETHER = 8  # slots of decodes whose reads overlap
 
 
@@ -127,7 +127,7 @@ def _added(
     num_rows, width = len(base), math.prod(outputs) // (1 if activation is None else 2)
     rows, is_few = _tile_rows(num_rows), num_rows <= FEW_ROWS
     # Of few rows, so that there is work for all multiprocessors.
-    columns = (32 if width <= 16384 else 128) if is_few else 128 if activation is None else 64
+    columns = (32 if width <= 8192 else 64) if is_few else 128 if activation is None else 64
     inner, along = math.prod(outputs[fused.axis + 1 :]), outputs[fused.axis]
     if activation is None and fused.starts:
         columns = min(columns, inner & -inner)
