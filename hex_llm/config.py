@@ -1,7 +1,7 @@
 """What a server is told before it starts: one frozen dataclass for each side, every field with its flag.
 
-A field carries all that is known of its flag: help, allowed values, other names, environment variables and,
-while its feature is not built, the feature's name. `hex_llm.flags` makes the command line, the help and the
+A field carries all that is known of its flag: help, allowed values, other names, environment variables.
+`hex_llm.flags` makes the command line, the help and the
 README's table from that. A config is checked when it is made and never changed; derive with `replace`.
 """
 
@@ -279,9 +279,9 @@ class EngineConfig:
     block_size: int = memory_flag(32, "The tokens in one block.", choices=(8, 16, 32, 2048, 8192))
     kv_cache_dtype: str = memory_flag(
         "auto",
-        "The type of the KV cache; auto takes that of the activations.",
-        choices=("auto", "bfloat16", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"),
-        pending="other types of the KV cache",
+        "The type of the KV cache; auto takes that of the activations. int8 and fp8 keep a scale for each "
+        "key and value, and need no calibration.",
+        choices=("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "int8"),
     )
 
     enable_lora: bool = lora_flag(False, "Let each request name an adapter.")

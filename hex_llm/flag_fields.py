@@ -34,7 +34,6 @@ class Flag:
     env: tuple[str, ...] = ()  # the first one that is set counts
     secret: bool = False  # never printed
     many: bool = False  # name=value pairs, each of which may be an argument of its own
-    pending: str = ""  # features, not built yet, that a value other than the default asks for
 
     def allowed(self) -> str:
         """The allowed values in words that follow "must be"."""
@@ -67,12 +66,10 @@ class Flag:
         return text if len(text) <= 80 else f"{text[:80]}..."
 
     def check(self, value: Any, label: str = "") -> None:
-        """Raises ConfigError for a value that is not allowed or not built; `label` is where it was given."""
+        """Raises ConfigError for a value that is not allowed; `label` is where it was given."""
         label = label or f"--{self.name}"
         if not self.allows(value):
             raise ConfigError(f"{label}={self.shown(value)}: must be {self.allowed()}")
-        if self.pending and value != self.default:
-            raise ConfigError(f"{label}: {self.pending} are not built yet")
 
 
 def flag(group: str, default: Any, help: str, **properties: Any) -> Any:

@@ -228,7 +228,7 @@ def help_entry(flag: Flag) -> str:
         subsequent_indent=indent,
         break_on_hyphens=False,
     )
-    return f"  {head}{' (not built yet)' if flag.pending else ''}\n{body}"
+    return f"  {head}\n{body}"
 
 
 def groups() -> dict[str, list[Flag]]:
@@ -250,8 +250,7 @@ def help_text() -> str:
 def markdown_row(flag: Flag) -> str:
     """One row; the names are shown as code, their remarks not."""
     names = (re.sub(r"^\S+", r"`\g<0>`", name) for name in (*other_names(flag), *flag.env))
-    help = f"{flag.help} (not built yet)" if flag.pending else flag.help
-    return f"| `--{flag.name}` | {default_text(flag)} | {flag.allowed()} | {', '.join(names)} | {help} |"
+    return f"| `--{flag.name}` | {default_text(flag)} | {flag.allowed()} | {', '.join(names)} | {flag.help} |"
 
 
 def markdown_table() -> str:

@@ -100,6 +100,7 @@ BUILT: dict[str, Any] = {
     "hbm_utilization_factor": 0.45,
     "num_blocks": 128,
     "block_size": 2048,
+    "kv_cache_dtype": "fp8",
     "enable_prefix_cache_hbm": True,
     "prefix_cache_unit": "block",
     "enable_chunked_prefill": True,
@@ -112,10 +113,6 @@ BUILT: dict[str, Any] = {
     "ray_address": "10.0.0.1:6379",
     "max_concurrent_requests": 128,
     "profile": "traces",
-}
-# The same for every flag that is not, with the feature that the refusal names.
-PENDING = {
-    "kv_cache_dtype": ("fp8", "other types of the KV cache"),
 }
 
 
@@ -137,8 +134,7 @@ def refusal(*argv: str, **environ: str) -> str:
 
 
 def test_every_flag_is_tried_here() -> None:
-    assert {*BUILT, *PENDING, "batch_mode", "always_on"} == {flag.name for flag in FLAGS}
-    assert {flag.name for flag in FLAGS if flag.pending} == set(PENDING)
+    assert {*BUILT, "batch_mode", "always_on"} == {flag.name for flag in FLAGS}
 
 
 def test_no_two_flags_share_a_spelling() -> None:
@@ -153,14 +149,6 @@ def test_both_spellings_and_both_forms(name: str, value: Any) -> None:
     assert parsed(f"--{name}={value}") == {name: value}
     assert parsed(f"--{dashes}={value}") == {name: value}
     assert parsed(f"--{mixed}", str(value)) == {name: value}
-
-
-@pytest.mark.parametrize(("name", "refused"), PENDING.items())
-def test_a_flag_that_is_not_built_is_refused_by_name(name: str, refused: tuple[str, str]) -> None:
-    value, feature = refused
-    assert refusal(f"--{name}={value}") == f"--{name}: {feature} are not built yet"
-    default = spellings()[name].flag.default
-    assert default is None or parsed(f"--{name}={default}") == {}
 
 
 @pytest.mark.parametrize(
@@ -381,7 +369,7 @@ def test_keywords_take_every_name() -> None:
         ({"block_size": 7}, "--block_size=7: must be one of 8, 16, 32, 2048, 8192"),
         ({"max_num_seqs": "8"}, f"--max_num_seqs=8: {WHOLE}"),
         ({"enforce_eager": "yes"}, "--enforce_eager=yes: must be true or false"),
-        ({"kv_cache_dtype": "fp8"}, "--kv_cache_dtype: other types of the KV cache are not built yet"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv_cache_dtype=fp8_e5m2: must be one of auto, bfloat16,"),
         ({"max_num_seqs": 8, "max_decode_seqs": 9}, "--max_num_seqs=8 and --max_decode_seqs=9 contradict"),
     ],
 )
@@ -413,7 +401,6 @@ def test_help_lists_everything_about_every_flag() -> None:
         assert f"Default: {default.lower()}." in entry.replace(default, default.lower())
         assert all(name in entry for name in (*flag.env, *flag.aliases, *flag.deprecated, *flag.switches))
         assert all(str(choice) in entry for choice in flag.choices)
-        assert ("(not built yet)" in entry) == bool(flag.pending)
     for group in ("Server", "Model", "Inference engine", "Memory", "LoRA"):
         assert f"\n{group}:\n" in text
 

@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from hex_llm.cli import main
-from hex_llm.errors import ConfigError
-from hex_llm.flags import FLAGS, parse
+from hex_llm.flags import parse
 from tests.server.fakes import FakeBackend, byte_tokenizer
 from tests.server.live import live
 
@@ -71,14 +70,7 @@ def test_hex_llms_arguments(name: str) -> None:
 
 
 def test_disaggregated_serving() -> None:
-    """It is taken or refused by its name, but not ignored."""
-    if next(flag for flag in FLAGS if flag.name == "disagg_topo").pending:
-        with pytest.raises(
-            ConfigError, match="--disagg_topo: separate prefill and decode workers are not built"
-        ):
-            parse(shlex.split(DISAGGREGATED), {})
-    else:
-        assert parse(shlex.split(DISAGGREGATED), {})[0].disagg_topo == "3,1"
+    assert parse(shlex.split(DISAGGREGATED), {})[0].disagg_topo == "3,1"
 
 
 def test_vllms_guide(address: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,7 @@ class Stepper:
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, runner: Runner, num_blocks: int) -> None:
         self.config, self.runner = config, runner
-        pool = BlockPool(num_blocks, config.block_size, str(runner.dtype))
+        pool = BlockPool(num_blocks, config.block_size, str(runner.pages[0].dtype))
         self.scheduler = Scheduler(pool, runner.paddings.limits)
         self.num_steps = 0
         self._in_flight: deque[tuple[InFlight, list[Sequence]]] = deque()

@@ -21,7 +21,7 @@ from hex_llm.engine.separate import SeparateSteppers
 from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import Paddings
-from hex_llm.execution.kernel_choice import Devices, Kernels, choose_kernels
+from hex_llm.execution.kernel_choice import FLOAT8, Devices, Kernels, choose_kernels
 from hex_llm.execution.leading import LeadingRunner
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks, shown_size, token_bytes
@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 # That may differ between the hosts of a replica; and what is secret is not told.
 OWN_FLAGS = ("host_index", "coordinator_address", "download_dir", "hf_token")
+MIN_FLOAT8 = 8.9  # of a GPU's compute capability
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
@@ -133,7 +134,10 @@ def build_runner(
     devices = list(mesh.devices.flat)
     platform = str(devices[0].platform)
     dtype = resolve_dtype(config.dtype, platform)
-    choice = Devices(platform, len(devices), config.block_size, dtype)
+    choice = Devices.of(config, platform, len(devices), dtype)
+    if choice.kv_dtype == FLOAT8 and platform == "gpu" and float(devices[0].compute_capability) < MIN_FLOAT8:
+        kind = devices[0].device_kind
+        raise ConfigError(f"--kv_cache_dtype={config.kv_cache_dtype}: {kind} has no floats of 8 bits")
     held, kernels, checkpoint, plan = plan_model(config, files, spec, choice)
     weights = (
         init_weights(plan, held, mesh, dtype, config.seed)

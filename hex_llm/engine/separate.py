@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+import jax
 import msgspec
 
 from hex_llm.engine.book import RequestBook
@@ -118,4 +119,4 @@ def _load(scheduler: Scheduler) -> int:
 
 
 def _has_come(move: Move) -> bool:
-    return move.sequence.finish_reason is not None or all(map(is_there, move.contents))
+    return move.sequence.finish_reason is not None or all(map(is_there, jax.tree.leaves(move.contents)))

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hex_llm.config import EngineConfig
+from hex_llm.errors import ConfigError
 from hex_llm.kernels import (
     cpu,
     cpu_experts,
@@ -25,7 +27,7 @@ from hex_llm.kernels import (
     tpu,
     tpu_experts,
 )
-from hex_llm.kernels.attention import PagedAttention
+from hex_llm.kernels.attention import LARGEST, PagedAttention
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import RoutedExperts
 from hex_llm.models.adapters import AddAdapters, add_by_all
@@ -37,6 +39,15 @@ from hex_llm.weights.grouped import Form
 
 log = logging.getLogger(__name__)
 
+FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+KV_DTYPES: dict[str, Any] = {
+    "bfloat16": jnp.bfloat16,
+    "float16": np.float16,
+    "float32": np.float32,
+    "fp8": FLOAT8,
+    "fp8_e4m3": FLOAT8,
+    "int8": np.int8,
+}
 MAX_SINGLE = 32  # a launch for chunks costs more than reading what some tokens see several times
 
 
@@ -57,6 +68,16 @@ class Devices(NamedTuple):
     num: int
     block_size: int
     dtype: np.dtype[Any]
+    kv_dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, config: EngineConfig, platform: str, num: int, dtype: np.dtype[Any]) -> Devices:
+        """For activations in this type. ConfigError: such devices cannot have pages as asked for."""
+        asked = config.kv_cache_dtype
+        kv_dtype = dtype if asked == "auto" else np.dtype(KV_DTYPES[asked])
+        if platform == "tpu" and kv_dtype in LARGEST:
+            raise ConfigError(f"--kv_cache_dtype={asked}: there is no kernel for it on TPUs yet")
+        return cls(platform, num, config.block_size, dtype, kv_dtype)
 
 
 @cache
@@ -64,8 +85,10 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     panel_width = _panel_width(spec, devices)
     if panel_width is not None:
         lay_out = partial(_each_layer, partial(_in_panels, width=panel_width))
-        kernels = cpu.paged_attention, cpu_experts.fused_moe
-        return Kernels(*kernels, spec.head_dim, sys.maxsize, lay_out, _lies_in_panels)
+        is_plain = devices.kv_dtype == np.float32
+        attend = cpu.paged_attention if is_plain else reference.paged_attention
+        max_single = sys.maxsize if is_plain else MAX_SINGLE
+        return Kernels(attend, cpu_experts.fused_moe, spec.head_dim, max_single, lay_out, _lies_in_panels)
     width = tpu.padded_head_dim(spec.head_dim) if _attends_on_tpu(spec, devices) else spec.head_dim
     attend, fused_moe = _attention(spec, devices), _experts(spec, devices)
     can_multiply = partial(_can_multiply, devices=devices)
@@ -169,6 +192,7 @@ def _attention(spec: ModelSpec, devices: Devices) -> PagedAttention:
         return tpu.paged_attention
     if devices.platform != "cpu":
         heads = f"heads of {spec.head_dim}{' with sinks' * spec.sinks} in {devices.dtype}"
+        heads += f" and pages in {devices.kv_dtype}" * (devices.kv_dtype != devices.dtype)
         log.warning("no attention kernel for %s: a slower one is used", heads)
     return reference.paged_attention
 
@@ -179,6 +203,7 @@ def _attends_on_tpu(spec: ModelSpec, devices: Devices) -> bool:
     return (
         devices.platform == "tpu"
         and not spec.sinks
+        and devices.kv_dtype == devices.dtype
         and tpu.can_attend(num_kv_heads, spec.head_dim, devices.block_size, masks, devices.dtype)
     )
 

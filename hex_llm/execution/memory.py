@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
 from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.load import free_bytes
+from hex_llm.kernels.attention import empty_pages
 from hex_llm.models.spec import ModelSpec
 
 CPU_SHARE = 0.25  # of the memory that is free: the rest of the machine needs some too
@@ -27,7 +29,7 @@ def num_kv_blocks(
     sequences need; and the padding block."""
     if config.num_blocks is not None:
         return config.num_blocks + 1
-    choice = Devices(devices[0].platform, len(devices), config.block_size, dtype)
+    choice = Devices.of(config, devices[0].platform, len(devices), dtype)
     per_device = token_bytes(spec, choice)
     needed = max_seqs * -(-spec.max_len // config.block_size)
     fitting = int(_room(config, devices)) // (per_device * config.block_size)
@@ -42,7 +44,9 @@ def num_kv_blocks(
 def token_bytes(spec: ModelSpec, devices: Devices) -> int:
     """What the keys and values of a token take on each device."""
     width = choose_kernels(spec, devices).page_width
-    return spec.num_kv_heads // devices.num * width * 2 * devices.dtype.itemsize * len(spec.layers)
+    pages = jax.eval_shape(partial(empty_pages, (1, 1, spec.num_kv_heads, 2, width), devices.kv_dtype))
+    num_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(pages))
+    return num_bytes // devices.num * len(spec.layers)
 
 
 def _room(config: EngineConfig, devices: list[jax.Device]) -> float:

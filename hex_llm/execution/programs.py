@@ -22,7 +22,7 @@ from hex_llm.execution.batch import StepShape, batch_of, num_choices, parts_of
 from hex_llm.execution.results import CHOICE_SIZE, first_token_ids, pack_choices, pack_tokens
 from hex_llm.execution.sampling import Chosen, Features, adjusted, choose, logprobs_of, no_logprobs, tokens
 from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_blocks
-from hex_llm.kernels.attention import Options, PagedAttention
+from hex_llm.kernels.attention import KVPages, Options, PagedAttention
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.models import decoder
 from hex_llm.models.adapters import HEAD, Adapted, AddAdapters, SlotMatrices, Slots, adapt, add_by_all
@@ -31,7 +31,7 @@ from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, TP
 
-Pages = list[jax.Array]
+Pages = list[KVPages]
 Program = Callable[..., Any]
 
 
@@ -156,7 +156,7 @@ def described(
         return jax.ShapeDtypeStruct((num_rows, spec.vocab_size), jnp.float32, sharding=logits_lie)
 
     def hidden(num_rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_rows, spec.hidden_size), pages[0].dtype)
+        return jax.ShapeDtypeStruct((num_rows, spec.hidden_size), weights.norm.dtype)
 
     match key:
         case StepShape():
@@ -188,11 +188,12 @@ def described(
         case TakeBlocks(num_blocks):
             return ProgramSpec(take_blocks, (pages, _ints(num_blocks)), (), pages_lie)
         case PutBlocks(num_blocks):
-            contents = [
-                jax.ShapeDtypeStruct((num_blocks, *one.shape[1:]), one.dtype, sharding=one.sharding)
-                for one in pages
-            ]
-            return ProgramSpec(put_blocks, (pages, _ints(num_blocks), contents), (0,), pages_lie)
+
+            def moved(one: Any) -> jax.ShapeDtypeStruct:
+                return jax.ShapeDtypeStruct((num_blocks, *one.shape[1:]), one.dtype, sharding=one.sharding)
+
+            arguments = (pages, _ints(num_blocks), jax.tree.map(moved, pages))
+            return ProgramSpec(put_blocks, arguments, (0,), pages_lie)
         case WriteAdapter():
             assert context.adapters is not None
             held = (adapters, context.adapters.described(), _ints())
@@ -205,11 +206,11 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def take_blocks(pages: Pages, blocks: jax.Array) -> Pages:
-    return [one[blocks] for one in pages]
+    return jax.tree.map(lambda one: one[blocks], pages)
 
 
 def put_blocks(pages: Pages, blocks: jax.Array, contents: Pages) -> Pages:
-    return [one.at[blocks].set(new) for one, new in zip(pages, contents, strict=True)]
+    return jax.tree.map(lambda one, new: one.at[blocks].set(new), pages, contents)
 
 
 def forward(

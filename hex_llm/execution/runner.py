@@ -52,6 +52,7 @@ from hex_llm.execution.results import TOKEN, Choices, likeliest, unpack_logprobs
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import cpu
+from hex_llm.kernels.attention import empty_pages
 from hex_llm.models.adapters import Slots
 from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
@@ -110,7 +111,7 @@ class Runner:
         """`kept_in` is a folder for compiled programs. Without `adapters` no request can have one."""
         config = paddings.config
         self._platform = str(mesh.devices.flat[0].platform)
-        devices = Devices(self._platform, mesh.size, config.block_size, dtype)
+        devices = Devices.of(config, self._platform, mesh.size, dtype)
         kernels = choose_kernels(spec, devices)
         self.weights = kernels.lay_out(weights)
         self.spec, self.mesh, self.dtype = spec, mesh, dtype
@@ -468,5 +469,6 @@ def keep_compiled(cache_dir: Path) -> Path | None:
 def allocate_pages(spec: ModelSpec, mesh: Mesh, num_blocks: int, devices: Devices) -> Pages:
     width = choose_kernels(spec, devices).page_width
     shape = (num_blocks, devices.block_size, spec.num_kv_heads, 2, width)
-    zeros = jax.jit(partial(jnp.zeros, shape, devices.dtype), out_shardings=NamedSharding(mesh, PAGES))
+    lie = NamedSharding(mesh, PAGES)
+    zeros = jax.jit(partial(empty_pages, shape, devices.kv_dtype), out_shardings=lie)
     return [zeros() for _ in spec.layers]

@@ -6,15 +6,84 @@ size, K KV heads, G query heads per KV head, H head size, D model width, F feed-
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 HIDDEN = -1e30  # a score that is not seen; finite, so that rows without any key yet stay numbers
 NO_PEAK = -1e20  # the maximum of no scores: far below any that is seen, far above HIDDEN
+
+
+# The types of 8 bits that pages can have, with the largest number that each holds.
+LARGEST: dict[Any, float] = {np.dtype(np.int8): 127.0, np.dtype(jnp.float8_e4m3fn): 448.0}
+BYTE = 8  # bits
+SMALLEST = 1.2e-38  # of scales: one below it has no inverse, and all its numbers are 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedPages:
+    """Pages with 8 bits for each number. The scale of a key or a value is that of its largest number, found
+    when it is written. A head's first half lies in the low bytes of its words and the second in the high
+    ones, so that kernels get numbers that follow each other from one shift of words that do."""
+
+    words: Array  # uint16 [N, block, K, 2, H / 2]
+    scales: Array  # float32 [N, 2, K, block]
+    dtype: np.dtype[Any] = field(metadata={"static": True})  # of the numbers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of plain pages."""
+        return (*self.words.shape[:-1], 2 * self.words.shape[-1])
+
+
+KVPages = Array | QuantizedPages  # plain ones: [N, block, K, 2, H]
+
+
+def empty_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> KVPages:
+    if dtype not in LARGEST:
+        return jnp.zeros(shape, dtype)
+    num_blocks, block_size, num_kv_heads, _, head_dim = shape
+    words = jnp.zeros((*shape[:-1], head_dim // 2), jnp.uint16)
+    return QuantizedPages(words, jnp.zeros((num_blocks, 2, num_kv_heads, block_size)), dtype)
+
+
+def quantized(halves: Iterable[Array], dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Words [..., H / 2] and scales [...] of keys or values, given as their halves. One with a number that is
+    not finite gets NaN for its scale, and so is told."""
+    halves = [half.astype(jnp.float32) for half in halves]
+    sizes = [jnp.where(jnp.abs(half) < jnp.inf, jnp.abs(half), jnp.inf) for half in halves]
+    largest = jnp.maximum(*(jnp.max(size, axis=-1) for size in sizes))
+    scales = jnp.where(largest < jnp.inf, largest * (1 / LARGEST[dtype]), jnp.nan)
+    factor = jnp.where(scales > SMALLEST, 1 / scales, 0)[..., None]
+
+    def codes(half: Array) -> Array:
+        scaled = jnp.where(jnp.abs(half) < jnp.inf, half * factor, 0)
+        if dtype == jnp.int8:
+            return jnp.floor(scaled + 0.5).astype(jnp.int32) & 0xFF
+        return lax.bitcast_convert_type(scaled.astype(dtype), jnp.uint8).astype(jnp.int32)
+
+    return (codes(halves[0]) | codes(halves[1]) << BYTE).astype(jnp.uint16), scales
+
+
+def dequantized(words: Array, scales: Array, dtype: np.dtype[Any]) -> Array:
+    """float32 [..., H]."""
+    codes = jnp.concatenate([words & 0xFF, words >> BYTE], axis=-1).astype(jnp.uint8)
+    return lax.bitcast_convert_type(codes, dtype).astype(jnp.float32) * scales[..., None]
+
+
+def as_held(x: Array, dtype: DTypeLike) -> Array:
+    """Keys or values [..., H] as they will be read from pages of this type."""
+    dtype = np.dtype(dtype)
+    if dtype not in LARGEST:
+        return x.astype(dtype).astype(x.dtype)
+    return dequantized(*quantized(jnp.split(x, 2, axis=-1), dtype), dtype).astype(x.dtype)
 
 
 class Mask(NamedTuple):
@@ -68,9 +137,9 @@ class PagedAttention(Protocol):
         q: Array,  # [T, K, G, H]
         k: Array,  # [T, K, H]
         v: Array,  # [T, K, H]
-        pages: Array,  # [N, block, K, 2, H]
+        pages: KVPages,
         batch: Batch,
         options: Options,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, KVPages]:
         """Attention out [T, K, G, H], and the pages."""
         ...

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hex_llm.kernels.attention import Batch, Options
+from hex_llm.kernels.attention import Batch, KVPages, Options
 from hex_llm.kernels.experts import Activation, GatedMatrix
 from hex_llm.kernels.reference import write_kv
 
@@ -111,9 +111,9 @@ def to_panels(weight: jax.Array, num_output_axes: int, width: int, turned: bool 
 
 
 def paged_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, batch: Batch, options: Options
-) -> tuple[jax.Array, jax.Array]:
-    """See kernels.attention.PagedAttention."""
+    q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages, batch: Batch, options: Options
+) -> tuple[jax.Array, KVPages]:
+    """See kernels.attention.PagedAttention; pages are plain ones of float32."""
     pages = write_kv(k, v, pages, batch.kv_slots)
     out = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))(
         q,

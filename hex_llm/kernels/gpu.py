@@ -18,25 +18,25 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from hex_llm.kernels import gpu_cudnn
-from hex_llm.kernels.attention import Batch, Options, first_key
-from hex_llm.kernels.gpu_kernel import LAST, Begun, Cache, Tiling, WorkItem, attend, next_power, write_kv
+from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Options, as_held, first_key
+from hex_llm.kernels.gpu_kernel import LAST, MIN_DOT, Begun, Cache, Tiling, WorkItem, attend, next_power
+from hex_llm.kernels.gpu_write import write_kv
 
-MIN_DOT = 16  # the least side of a matrix product
 MAX_GROUP = 64  # query heads per KV head
 MAX_HEAD_DIM = 256
 MIN_CUDNN_ROWS = 6144  # fewer rows: our own kernel is as fast, and sooner compiled (docs/kernels.md)
 
 
 def can_attend(group: int, head_dim: int, dtype: Any) -> bool:
-    """Whether the kernels here are for models like this; `dtype` is that of queries and pages alike. What
+    """Whether the kernels here are for models like this; `dtype` is that of queries; pages have any. What
     they are not for, the reference does."""
     dtype_fits = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
     return dtype_fits and group <= MAX_GROUP and head_dim % 8 == 0 and MIN_DOT <= head_dim <= MAX_HEAD_DIM
 
 
 def paged_attention(
-    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, pages: KVPages, batch: Batch, options: Options
+) -> tuple[Array, KVPages]:
     """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
     are exact, and there a row's result does not depend on the others of the batch."""
     pages, semaphores = write_kv(k, v, pages, batch.kv_slots)
@@ -59,18 +59,19 @@ def decode(q: Array, batch: Batch, cache: Cache, options: Options, out: Array | 
 def prefill(q: Array, k: Array, v: Array, batch: Batch, cache: Cache, options: Options) -> Array:
     """Tokens of chunks, and padding, which stays finite."""
     num_rows, most = len(q), batch.max_chunks
-    tiling = prefill_tiling(q, cache.pages, most)
+    tiling = prefill_tiling(q, most)
     is_padding = batch.kv_slots < cache.pages.shape[1]  # it lands in block 0, wherever it says it belongs
     chunks = jnp.where(is_padding, most, batch.rows - batch.num_decodes)
     starts = row_blocks(chunks, tiling.num_tokens, tiling.num_blocks)
     starts, ends, lasts = starts[:-1], starts[1:], jnp.maximum(starts[1:] - 1, 0)
     first = first_key(batch.positions[jnp.minimum(starts, num_rows - 1)], options.mask)
-    if not cudnn_begins(q, cache.pages, options):
+    if not cudnn_begins(q, options):
         items = work_items(starts, ends, first, batch.positions[lasts] + 1, tiling)
         return attend(q, batch, items, cache, options, tiling)
     # What is left are the keys before the step; of padding there are none, and it becomes 0.
     lengths = jnp.sum(chunks == jnp.arange(most)[:, None], axis=1, dtype=jnp.int32)
     lengths = jnp.append(batch.num_decodes, lengths)  # what cuDNN does of decodes is not used
+    k, v = (as_held(x, cache.pages.dtype) for x in (k, v))  # so that it does not matter where a step ends
     out, logs = gpu_cudnn.causal(q, k, v, lengths, window=options.mask.window, scale=options.scale)
     first_rows = jnp.append(jnp.cumsum(lengths) - lengths, 0)
     owners = chunks[jnp.minimum(starts, num_rows - 1)] + 1
@@ -79,12 +80,12 @@ def prefill(q: Array, k: Array, v: Array, batch: Batch, cache: Cache, options: O
     return attend(q, batch, items, cache, options, tiling, Begun(out, logs))
 
 
-def cudnn_begins(q: Array, pages: Array, options: Options) -> bool:
+def cudnn_begins(q: Array, options: Options) -> bool:
     num_rows, num_kv_heads, group, head_dim = q.shape
     kind = (num_kv_heads, group, head_dim, options.mask.window)
     return (
         num_rows >= MIN_CUDNN_ROWS
-        and q.dtype == pages.dtype == jnp.bfloat16
+        and q.dtype == jnp.bfloat16
         and options.softcap is None
         and options.sinks is None
         and options.mask.attention_chunk is None
@@ -92,10 +93,10 @@ def cudnn_begins(q: Array, pages: Array, options: Options) -> bool:
     )
 
 
-def decode_tiling(q: Array, pages: Array) -> Tiling:
+def decode_tiling(q: Array, pages: KVPages) -> Tiling:
     num_blocks, num_kv_heads, group, head_dim = q.shape
     tile = partial(Tiling, max(next_power(group), MIN_DOT), num_tokens=1, num_blocks=num_blocks)
-    if pages.dtype == jnp.float32:
+    if q.dtype == jnp.float32:
         spare = 15 * num_blocks
         return tile(keys=32, num_spare=spare, min_split=256, warps=4, stages=2, is_exact=True)
     programs = num_blocks * num_kv_heads
@@ -109,13 +110,14 @@ def decode_tiling(q: Array, pages: Array) -> Tiling:
         tiling = tile(keys=64, num_spare=7 * num_blocks, min_split=512, warps=4, stages=3)
     else:  # many: splits only balance rows of different lengths
         min_split = 1024 if programs <= 512 else 2048
-        tiling = tile(keys=128, num_spare=num_blocks, min_split=min_split, warps=4, stages=2)
+        stages = 3 if pages.dtype in LARGEST else 2  # tiles of half as many bytes
+        tiling = tile(keys=128, num_spare=num_blocks, min_split=min_split, warps=4, stages=stages)
     return tiling if head_dim <= 128 else replace(tiling, keys=32, warps=4, stages=2)
 
 
-def prefill_tiling(q: Array, pages: Array, max_chunks: int) -> Tiling:
+def prefill_tiling(q: Array, max_chunks: int) -> Tiling:
     num_rows, num_kv_heads, group, head_dim = q.shape
-    is_exact = pages.dtype == jnp.float32
+    is_exact = q.dtype == jnp.float32
     rows = 128 if num_rows * group <= 128 or head_dim > 128 else 256
     rows = max(next_power(group), 32) if is_exact else rows
     num_tokens = rows // group

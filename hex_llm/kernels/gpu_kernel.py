@@ -1,10 +1,12 @@
-"""Attention over pages as one Pallas-Triton kernel for decodes and prefills, and the write of K and V.
+"""Attention over pages as one Pallas-Triton kernel for decodes and prefills.
 
 A program takes a work item, which is a block of tokens of one row and one split of the keys, for one KV head;
 the G query heads of each token lie one after another in its tile, so that they share what is read. A decode
 is a block of one token. Of the splits of a block the one that ends last merges them. Keys are found through
 the block table, one slot each, so any block size does. What no token of the block sees is not read. Where
 something else has attended to the keys of the step itself, a program goes on from there over the cached ones.
+Of quantized pages the halves of a head are multiplied apart, as they come out of words; the scales of keys
+multiply scores, those of values weights.
 It does not know how its work is best cut: that is gpu.py's.
 """
 
@@ -22,13 +24,27 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Batch, Mask, Options, first_key
+from hex_llm.kernels import gpu_codes
+from hex_llm.kernels.attention import (
+    BYTE,
+    HIDDEN,
+    NO_PEAK,
+    Batch,
+    KVPages,
+    Mask,
+    Options,
+    QuantizedPages,
+    first_key,
+)
 
 LAST = 2**31 - 1  # after every position
 LOG2_E = math.log2(math.e)
 
+MIN_DOT = 16  # the least side of a matrix product
+
+Parts = tuple[Array, ...]  # of the columns of a head: one, or its halves
 # (scores' running maximum, their weights' running sum, the running sum of weighted values)
-Softmax = tuple[Array, Array, Array]
+Softmax = tuple[Array, Array, Parts]
 
 
 @dataclass(frozen=True)
@@ -49,9 +65,9 @@ class Tiling:
 class Cache(NamedTuple):
     """The keys and values that rows attend to."""
 
-    pages: Array  # [N, block, K, 2, H]
+    pages: KVPages
     tables: Array  # [R, B]
-    semaphores: Array  # [T, K], see write_kv
+    semaphores: Array  # [T, K], see gpu_write.py
 
 
 class WorkItem(NamedTuple):
@@ -75,29 +91,6 @@ class Begun(NamedTuple):
     logs: Any = None  # [1 + chunks, K * G, T] of the sum of a token's weights, at its place in its chunk
 
 
-def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> tuple[Array, Array]:
-    """The pages with k and v [T, K, H] at the slots, in place where the pages are donated; and semaphores
-    [T, K], all 0: at their block's first row splits count who has ended, and the last one merges."""
-    num_rows, num_kv_heads, head_dim = k.shape
-    width = num_kv_heads * 2 * head_dim
-    flat = pages.reshape(-1, width)
-    # As the pages lie: what makes k and v, usually a rotation, then writes both in one go.
-    kv = jnp.stack([k, v], axis=2).astype(pages.dtype).reshape(num_rows, width)
-
-    def write_kernel(slots_ref: Any, kv_ref: Any, _: Any, pages_ref: Any, semaphores_ref: Any) -> None:
-        row, place = pl.program_id(0), lax.iota(jnp.int32, next_power(width))
-        inside = place < width
-        value = plgpu.load(kv_ref.at[row, place], mask=inside)
-        plgpu.store(pages_ref.at[slots_ref[row], place], value, mask=inside)
-        head = lax.iota(jnp.int32, next_power(num_kv_heads))
-        plgpu.store(semaphores_ref.at[row, head], jnp.zeros_like(head), mask=head < num_kv_heads)
-
-    semaphores = jax.ShapeDtypeStruct((num_rows, num_kv_heads), jnp.int32)
-    call = launched(write_kernel, (num_rows,), [flat, semaphores], warps=4, stages=1, aliases={2: 0})
-    new_pages, new_semaphores = call(slots, kv, flat)
-    return new_pages.reshape(pages.shape), new_semaphores
-
-
 class Inputs(NamedTuple):
     """What `attend` hands to the kernel, which sees refs in their places."""
 
@@ -107,7 +100,8 @@ class Inputs(NamedTuple):
     num_decodes: Any  # [1]
     tables: Any  # [R, B]
     q: Any  # [T, K * G * H]
-    pages: Any  # [slots, K * 2 * H]
+    pages: Any  # [slots, K * 2 * H], of quantized ones half as wide
+    scales: Any = None  # [N, 2, K, block]
     sinks: Any = None  # [K * G]
     begun: Any = None  # to go on from, with `out` as here
     semaphores: Any = None  # [T, K], with splits
@@ -124,13 +118,19 @@ class Program(NamedTuple):
     inputs: Inputs
     outputs: Outputs
     head: Array  # of K and V
-    column: Array  # [C] of a head
-    inside: Array | None  # [C] whether a head has that column; None: all
+    column: Array  # [C] of a part of a head
+    inside: Array | None  # [C] whether the part has that column; None: all
     head_dim: int
+    code_dtype: Any  # of quantized pages
     group: int
     block_size: int
     options: Options
     tiling: Tiling
+
+    @property
+    def width(self) -> int:
+        """Of a part, in columns."""
+        return self.head_dim if self.code_dtype is None else self.head_dim // 2
 
     @property
     def is_single(self) -> bool:
@@ -152,7 +152,7 @@ class Block(NamedTuple):
     head: Array  # [R]
     position: Array  # [R]
     valid: Array  # [R] whether the token is one of the block's
-    at: Array  # [R, C] columns of q and out
+    at: Parts  # [R, C] columns of q and out
     mask: Array | None  # [R, C] valid and inside
     lowest: Array  # of the positions
     highest: Array
@@ -169,12 +169,14 @@ def attend(
 ) -> Array:
     """[T, K, G, H]: what the items compute, the rest as it was begun."""
     num_rows, num_kv_heads, group, head_dim = q.shape
-    width, block_size = num_kv_heads * group * head_dim, cache.pages.shape[1]
-    flat_q, flat_pages = q.reshape(num_rows, width), cache.pages.reshape(-1, num_kv_heads * 2 * head_dim)
+    pages, width, scales, code_dtype = cache.pages, num_kv_heads * group * head_dim, None, None
+    if isinstance(pages, QuantizedPages):
+        scales, code_dtype, pages = pages.scales, pages.dtype, pages.words
+    flat_q, flat_pages = q.reshape(num_rows, width), pages.reshape(-1, math.prod(pages.shape[2:]))
     where = (batch.positions, batch.rows, batch.num_decodes[None], cache.tables)
     sinks, options = options.sinks, options._replace(sinks=None)  # which is no constant
     sinks = None if sinks is None else sinks.reshape(-1)
-    inputs = Inputs(jnp.stack(items), *where, flat_q, flat_pages, sinks)
+    inputs = Inputs(jnp.stack(items), *where, flat_q, flat_pages, scales, sinks)
     outputs = Outputs(jax.ShapeDtypeStruct((num_rows, width), q.dtype))
     aliases = {}
     if begun is not None:
@@ -190,19 +192,22 @@ def attend(
             jax.ShapeDtypeStruct((*parts, width), jnp.float32),
             jax.ShapeDtypeStruct((*parts, num_kv_heads * group), jnp.float32),
         )
-    settings: Any = {"group": group, "block_size": block_size, "options": options, "tiling": tiling}
-    kernel = partial(_attend_kernel, head_dim=head_dim, **settings)
+    settings: Any = {"group": group, "block_size": pages.shape[1], "options": options, "tiling": tiling}
+    kernel = partial(_attend_kernel, head_dim=head_dim, code_dtype=code_dtype, **settings)
     grid = (num_kv_heads, len(items.start))
     [results] = launched(kernel, grid, [outputs], tiling.warps, tiling.stages, aliases)(inputs)
     return results.out.reshape(q.shape)
 
 
-def _attend_kernel(inputs: Inputs, outputs: Outputs, *, head_dim: int, **settings: Any) -> None:
+def _attend_kernel(
+    inputs: Inputs, outputs: Outputs, *, head_dim: int, code_dtype: Any, **settings: Any
+) -> None:
     head, nth = pl.program_id(0), pl.program_id(1)
     item = WorkItem(*(inputs.items[field, nth] for field in range(len(WorkItem._fields))))
-    column = lax.iota(jnp.int32, next_power(head_dim))
-    inside = None if len(column) == head_dim else column < head_dim
-    program = Program(inputs, outputs, head, column, inside, head_dim, **settings)
+    width = head_dim if code_dtype is None else head_dim // 2
+    column = lax.iota(jnp.int32, max(next_power(width), MIN_DOT))
+    inside = None if len(column) == width else column < width
+    program = Program(inputs, outputs, head, column, inside, head_dim, code_dtype, **settings)
     pl.when(item.start < item.end)(lambda: _attend_block(program, item))
 
 
@@ -213,6 +218,7 @@ def _attend_block(program: Program, item: WorkItem) -> None:
     row = start + lax.div(tile, program.group)
     head = program.head * program.group + lax.rem(tile, program.group)
     valid, at = row < item.end, head[:, None] * program.head_dim + program.column
+    parts = tuple(at + start for start in range(0, program.head_dim, program.width))
     if program.is_single:
         lowest = highest = inputs.positions[start]
         position = jnp.broadcast_to(lowest, row.shape)
@@ -220,17 +226,17 @@ def _attend_block(program: Program, item: WorkItem) -> None:
         position = plgpu.load(inputs.positions.at[row], mask=valid, other=0)
         lowest, highest = jnp.min(jnp.where(valid, position, LAST)), jnp.max(position)
     mask = _both(valid, program.inside, at.shape)
-    block = Block(item, inputs.rows[start], row, head, position, valid, at, mask, lowest, highest)
+    block = Block(item, inputs.rows[start], row, head, position, valid, parts, mask, lowest, highest)
     if program.continues:
-        pl.when(item.stop_all < 0)(lambda: _store(program, block, jnp.zeros(at.shape)))
+        pl.when(item.stop_all < 0)(lambda: _store(program, block, (jnp.zeros(at.shape),) * len(parts)))
     pl.when(item.begin < item.stop)(lambda: _attend_split(program, block))
 
 
 def _attend_split(program: Program, block: Block) -> None:
     """Attends to the keys of a split and stores the result, of a block with several splits a part of it."""
     inputs, tiling = program.inputs, program.tiling
-    query = _load(inputs.q, block.row, block.at, block.valid, program.inside)
-    running = _start(tiling.rows, len(program.column))
+    query = tuple(_load(inputs.q, block.row, at, block.valid, program.inside) for at in block.at)
+    running = _start(block.at)
     if program.continues:
         running = _continued(program, block)
     elif inputs.sinks is not None:
@@ -239,7 +245,7 @@ def _attend_split(program: Program, block: Block) -> None:
         running = lax.fori_loop(low, high, partial(_attend_tile, program, block, query, masked), running)
     peak, total, values = running
     total = jnp.maximum(total, 1e-30)
-    out = values / total[:, None]
+    out = tuple(part / total[:, None] for part in values)
     pl.when(block.item.num_splits == 1)(lambda: _store(program, block, out))
     if tiling.num_spare:
         pl.when(block.item.num_splits > 1)(lambda: _store_part(program, block, (peak, total, out)))
@@ -261,50 +267,77 @@ def _continued(program: Program, block: Block) -> Softmax:
     chunk = block.table - program.inputs.num_decodes[0] + 1
     logs = plgpu.load(state.logs.at[chunk, block.head, nth], mask=taken, other=0)
     peak = jnp.where(taken, logs * (LOG2_E / _factor(program.options)), NO_PEAK)
-    total, out = taken.astype(jnp.float32), _load(state.out, block.row, block.at, taken, program.inside)
-    return peak, total, out.astype(jnp.float32)
+    out = (_load(state.out, block.row, at, taken, program.inside).astype(jnp.float32) for at in block.at)
+    return peak, taken.astype(jnp.float32), tuple(out)
 
 
 def _attend_tile(
-    program: Program, block: Block, query: Array, masked: bool, i: Array, running: Softmax
+    program: Program, block: Block, query: Parts, masked: bool, i: Array, running: Softmax
 ) -> Softmax:
     """The softmax with the i-th tile of keys; masked: some row may not see all of them."""
-    inputs, head_dim, keys = program.inputs, program.head_dim, program.tiling.keys
+    inputs, keys = program.inputs, program.tiling.keys
     place = i * keys + lax.iota(jnp.int32, keys)
     there: Any = place < block.item.stop if masked else None
     slot = _slots(inputs.tables, block.table, i * keys, keys, program.block_size)
-    at = program.head * 2 * head_dim + program.column[None, :]
-    scores = dot(query, _load(inputs.pages, slot, at, there, program.inside).T)
-    values = _load(inputs.pages, slot, at + head_dim, there, program.inside)
+    read = partial(_read, program, slot, there, query[0].dtype)
+    (key, key_scales), (values, value_scales) = read(0), read(1)
+    scores = reduce(jnp.add, (dot(q, part.T) for q, part in zip(query, key, strict=True)))
+    if key_scales is not None:
+        scores *= key_scales[None, :]
     mask = program.options.mask
     visible: Any = _visible(block.position[:, None], place[None, :], mask) if masked else None
     if program.continues and masked:
         visible &= there[None, :]
-    return _accumulate(running, scores, visible, values, program.options)
+    return _accumulate(running, scores, visible, values, value_scales, program.options)
 
 
-def _store(program: Program, block: Block, out: Array) -> None:
+def _read(program: Program, slot: Array, there: Any, dtype: Any, nth: int) -> tuple[Parts, Array | None]:
+    """Keys (the 0th of a slot) or values; and their scales, if they have any, yet to be applied."""
+    inputs, code_dtype = program.inputs, program.code_dtype
+    at = (program.head * 2 + nth) * program.width + program.column[None, :]
+    held = _load(inputs.pages, slot, at, there, program.inside)
+    if code_dtype is None:
+        return (held.astype(dtype),), None
+    size = program.block_size
+    where = (lax.div(slot, size), nth, program.head, lax.rem(slot, size))
+    scales = plgpu.load(inputs.scales.at[where], mask=there, other=None if there is None else 0)
+    return tuple(_codes(held, j, code_dtype, dtype) for j in range(2)), scales
+
+
+def _codes(words: Array, j: int, code_dtype: Any, dtype: Any) -> Array:
+    """The low or high codes of words."""
+    if interpreted() or dtype == jnp.float32:
+        code = (words.astype(jnp.int32) >> BYTE * j).astype(jnp.uint8)
+        return lax.bitcast_convert_type(code, code_dtype).astype(dtype)
+    is_whole = code_dtype == jnp.int8
+    body = gpu_codes.whole_numbers(j, BYTE, dtype) if is_whole else gpu_codes.floats(j)
+    return gpu_codes.assembled(f"{body} mov.b32 $0, f;", dtype, words)
+
+
+def _store(program: Program, block: Block, out: Parts) -> None:
     ref = program.outputs.out
-    plgpu.store(ref.at[index_grid(block.row, block.at)], out.astype(ref.dtype), mask=block.mask)
+    for at, part in zip(block.at, out, strict=True):
+        plgpu.store(ref.at[index_grid(block.row, at)], part.astype(ref.dtype), mask=block.mask)
 
 
 def _store_part(program: Program, block: Block, running: Softmax) -> None:
     """Leaves a split's part, its values divided by their weights, to the one that ends last: that merges."""
     outputs, item, (peak, total, out) = program.outputs, block.item, running
     nth = block.row - item.start
-    plgpu.store(outputs.parts.at[(item.part, *index_grid(nth, block.at))], out, mask=block.mask)
+    for at, part in zip(block.at, out, strict=True):
+        plgpu.store(outputs.parts.at[(item.part, *index_grid(nth, at))], part, mask=block.mask)
     logs = peak * _factor(program.options) + jnp.log2(total)
     plgpu.store(outputs.totals.at[item.part, nth, block.head], logs, mask=block.valid)
     if not interpreted():
         plgpu.debug_barrier()
     num_ended = plgpu.atomic_add(outputs.semaphores.at[item.start, program.head], (), jnp.int32(1))
     is_last = num_ended == item.num_splits - 1
-    pl.when(is_last)(lambda: _store(program, block, _merged(program, block)))
+    pl.when(is_last)(lambda: _store(program, block, tuple(_merged(program, block, at) for at in block.at)))
 
 
-def _merged(program: Program, block: Block) -> Array:
+def _merged(program: Program, block: Block, at: Array) -> Array:
     outputs, item, nth = program.outputs, block.item, block.row - block.item.start
-    together = 8 if block.at.size <= 2**11 else 1  # splits whose reads overlap
+    together = 8 if at.size <= 2**11 else 1  # splits whose reads overlap
 
     def add(i: Array, running: Softmax) -> Softmax:
         splits = [i * together + j for j in range(together)]
@@ -316,20 +349,20 @@ def _merged(program: Program, block: Block) -> Array:
         ]
         parts = [
             plgpu.load(
-                outputs.parts.at[(place, *index_grid(nth, block.at))],
-                mask=_both(mask, program.inside, block.at.shape),
+                outputs.parts.at[(place, *index_grid(nth, at))],
+                mask=_both(mask, program.inside, at.shape),
                 other=0,
             )
             for place, mask in zip(places, there, strict=True)
         ]
-        peak, total, sums = running
+        peak, total, (sums,) = running
         new_peak = reduce(jnp.maximum, logs, peak)
         shrink = jnp.exp2(peak - new_peak)
         weights = [jnp.exp2(log - new_peak) for log in logs]
         sums = sum((p * w[:, None] for p, w in zip(parts, weights, strict=True)), sums * shrink[:, None])
-        return new_peak, sum(weights, total * shrink), sums
+        return new_peak, sum(weights, total * shrink), (sums,)
 
-    _, total, sums = lax.fori_loop(0, pl.cdiv(item.num_splits, together), add, _start(*block.at.shape))
+    _, total, (sums,) = lax.fori_loop(0, pl.cdiv(item.num_splits, together), add, _start((at,)))
     return sums / jnp.maximum(total, 1e-30)[:, None]
 
 
@@ -364,19 +397,27 @@ def _slots(tables_ref: Any, row: Array, start: Array, keys: int, block_size: int
 
 
 def _accumulate(
-    running: Softmax, scores: Array, visible: Array | None, values: Array, options: Options
+    running: Softmax,
+    scores: Array,
+    visible: Array | None,
+    values: Parts,
+    value_scales: Array | None,
+    options: Options,
 ) -> Softmax:
     peak, total, sums = running
     if options.softcap is not None:
         scores = jnp.tanh(scores * (options.scale / options.softcap)) * options.softcap
     if visible is not None:
         scores = jnp.where(visible, scores, HIDDEN)
-    exp2 = _fast_exp2 if values.dtype != jnp.float32 and not interpreted() else jnp.exp2
+    dtype = values[0].dtype
+    exp2 = _fast_exp2 if dtype != jnp.float32 and not interpreted() else jnp.exp2
     factor, new_peak = _factor(options), jnp.maximum(peak, jnp.max(scores, axis=1))
     weights = exp2(scores * factor - (new_peak * factor)[:, None])  # exactly 0 where hidden
     shrink = exp2((peak - new_peak) * factor)
-    added = dot(weights.astype(values.dtype), values)
-    return new_peak, total * shrink + jnp.sum(weights, axis=1), sums * shrink[:, None] + added
+    total = total * shrink + jnp.sum(weights, axis=1)
+    weights = (weights if value_scales is None else weights * value_scales[None, :]).astype(dtype)
+    pairs = zip(sums, values, strict=True)
+    return new_peak, total, tuple(sums * shrink[:, None] + dot(weights, part) for sums, part in pairs)
 
 
 def _factor(options: Options) -> float:
@@ -427,8 +468,9 @@ def _both(there: Array | None, inside: Array | None, shape: tuple[int, ...]) -> 
     return rows & columns
 
 
-def _start(rows: int, columns: int) -> Softmax:
-    return jnp.full(rows, NO_PEAK), jnp.zeros(rows), jnp.zeros((rows, columns))
+def _start(parts: Parts) -> Softmax:
+    rows = len(parts[0])
+    return jnp.full(rows, NO_PEAK), jnp.zeros(rows), tuple(jnp.zeros(part.shape) for part in parts)
 
 
 def launched(

@@ -2,7 +2,7 @@
 
 A matrix lies in words of 16 bits. Word r of a block holds the codes of its inputs r, r + 32 and so on: one
 shift of all words gives the codes of 32 inputs that follow each other. They become floats, two at a time, by
-putting their bits below an exponent: inline assembly, since this is what the time goes into. Of few rows the
+putting their bits below an exponent (gpu_codes.py), since this is what the time goes into. Of few rows the
 sums are scaled, in float32; of more that costs more than scaling the weights, which are then rounded as the
 activations are. Where rows are many, the matrix is expanded and multiplied by XLA. docs/kernels.md tells what
 was measured.
@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from hex_llm.kernels.experts import GatedMatrix
+from hex_llm.kernels.gpu_codes import CENTRE, MAGIC, assembled, whole_numbers
 from hex_llm.kernels.gpu_kernel import dot, index_grid, interpreted, launched, next_power
 
 SLAB = 32  # inputs that one shift gives
@@ -31,11 +32,6 @@ MAX_ROWS = 256  # of the kernel; more are multiplied by XLA sooner, although it 
 MIN_TILE, MAX_TILE = 16, 128  # rows of a program
 SCALED_SUMS = 16  # a tile of more rows has its weights scaled instead
 COLUMNS = 128  # of a program
-CENTRE = {4: 8, 8: 0}  # what is taken from a code of so many bits before it is scaled
-
-
-# By type: its name in assembly, and the bits of a power of two whose last 7 bits count ones.
-MAGIC = {jnp.dtype(jnp.bfloat16): ("bf16x2", 0x4300), jnp.dtype(jnp.float16): ("f16x2", 0x6400)}
 
 
 def can_multiply(bits: int, group: int, dtype: DTypeLike) -> bool:
@@ -217,7 +213,7 @@ def _codes(words: Array, j: int, bits: int, dtype: Any) -> Array:
         codes = words >> (bits * j) & (2**bits - 1)
         signed = codes.astype(jnp.uint8).view(jnp.int8) if bits == 8 else codes.astype(jnp.int32) - CENTRE[4]
         return signed.astype(dtype)
-    return _assembled(f"{_to_float(j, bits, dtype)} mov.b32 $0, f;", dtype, words)
+    return assembled(f"{whole_numbers(j, bits, dtype)} mov.b32 $0, f;", dtype, words)
 
 
 def _weights(words: Array, j: int, bits: int, scale: Array, rest: Array | None, dtype: Any) -> Array:
@@ -227,34 +223,4 @@ def _weights(words: Array, j: int, bits: int, scale: Array, rest: Array | None, 
     if interpreted():
         return _codes(words, j, bits, dtype) * each[0] + each[1]
     multiplied = f"fma.rn.{MAGIC[dtype][0]} $0, f, $2, $3;"
-    return _assembled(f"{_to_float(j, bits, dtype)} {multiplied}", dtype, words, *each)
-
-
-def _to_float(j: int, bits: int, dtype: Any) -> str:
-    """Two words in $1 become two numbers in f. A code of 4 bits becomes the last of a power of two, which is
-    then taken from it together with CENTRE. Of 8 bits, the last seven do, and what is taken is 128 more if
-    the first is set: put into the power of two, that bit counts 128 there too."""
-    kind, power = MAGIC[dtype]
-    shifted = f"shr.b32 w, $1, {bits * j};" if j else "mov.b32 w, $1;"
-    put = f"{_twice(power)}, 0xEA"  # into the power what the mask before it leaves
-    low = f"lop3.b32 f, w, {_twice(0x0F if bits == 4 else 0x7F)}, {put};"
-    taken = (
-        f"lop3.b32 w, w, {_twice(0x80)}, {put};" if bits == 8 else f"mov.b32 w, {_twice(power | CENTRE[4])};"
-    )
-    return f".reg .b32 w, f; {shifted} {low} {taken} sub.rn.{kind} f, f, w;"
-
-
-def _twice(half: int) -> str:
-    return hex(half << 16 | half)
-
-
-def _assembled(body: str, dtype: Any, *args: Array) -> Array:
-    """Of two numbers of 16 bits at a time."""
-    [out] = plgpu.elementwise_inline_asm(
-        f"{{ {body} }}",
-        args=args,
-        constraints=",".join(["=r", *["r"] * len(args)]),
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
-    )
-    return out
+    return assembled(f"{whole_numbers(j, bits, dtype)} {multiplied}", dtype, words, *each)

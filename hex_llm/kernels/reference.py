@@ -9,13 +9,24 @@ its neighbours: a stretch that it does not see adds exactly nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hex_llm.kernels.attention import HIDDEN, NO_PEAK, Batch, Mask, Options
+from hex_llm.kernels.attention import (
+    HIDDEN,
+    NO_PEAK,
+    Batch,
+    KVPages,
+    Mask,
+    Options,
+    QuantizedPages,
+    dequantized,
+    quantized,
+)
 
 DECODE_STRETCH = 256  # keys of each sequence scored at a time
 PREFILL_STRETCH = 128
@@ -26,8 +37,8 @@ Softmax = tuple[Array, Array, Array]
 
 
 def paged_attention(
-    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, pages: KVPages, batch: Batch, options: Options
+) -> tuple[Array, KVPages]:
     """See kernels.attention.PagedAttention."""
     pages = write_kv(k, v, pages, batch.kv_slots)
     q = q * options.scale
@@ -43,15 +54,19 @@ def paged_attention(
     return jnp.where(is_decode[:, None, None, None], decoded, prefilled), pages
 
 
-def write_kv(k: Array, v: Array, pages: Array, slots: Array) -> Array:
-    kv = jnp.stack([k, v], axis=2).astype(pages.dtype)  # [T, K, 2, H]
+def write_kv(k: Array, v: Array, pages: KVPages, slots: Array) -> KVPages:
+    kv = jnp.stack([k, v], axis=2)  # [T, K, 2, H]
     if len(slots) == 1:  # of a single row XLA makes an update that copies all pages, so write it twice
         kv, slots = jnp.tile(kv, (2, 1, 1, 1)), jnp.tile(slots, 2)
-    block_size = pages.shape[1]
-    return pages.at[slots // block_size, slots % block_size].set(kv)
+    block, place = jnp.divmod(slots, pages.shape[1])
+    if not isinstance(pages, QuantizedPages):
+        return pages.at[block, place].set(kv.astype(pages.dtype))
+    words, scales = quantized(jnp.split(kv, 2, axis=-1), pages.dtype)
+    words = pages.words.at[block, place].set(words)
+    return replace(pages, words=words, scales=pages.scales.at[block, :, :, place].set(scales.swapaxes(1, 2)))
 
 
-def _decode(q: Array, positions: Array, pages: Array, tables: Array, options: Options) -> Array:
+def _decode(q: Array, positions: Array, pages: KVPages, tables: Array, options: Options) -> Array:
     """q [R, K, G, H] with a table for each; a position of -1 sees nothing."""
     tables, length = _stretches(tables, pages, DECODE_STRETCH)
 
@@ -68,7 +83,7 @@ def _decode(q: Array, positions: Array, pages: Array, tables: Array, options: Op
     return _finish(jax.lax.fori_loop(0, jnp.max(positions) // length + 1, add, _start(q, options.sinks)), q)
 
 
-def _prefill(tokens: tuple[Array, Array, Array], pages: Array, tables: Array, options: Options) -> Array:
+def _prefill(tokens: tuple[Array, Array, Array], pages: KVPages, tables: Array, options: Options) -> Array:
     """tokens: q [T, K, G, H], positions [T], their rows [T] in the tables; -1: none, and it becomes 0."""
     num_rows = len(tables)
     tables, length = _stretches(tables, pages, PREFILL_STRETCH)
@@ -103,7 +118,7 @@ def _prefill(tokens: tuple[Array, Array, Array], pages: Array, tables: Array, op
     return jax.lax.map(attend, blocks).reshape(q.shape)
 
 
-def _stretches(tables: Array, pages: Array, num_keys: int) -> tuple[Array, int]:
+def _stretches(tables: Array, pages: KVPages, num_keys: int) -> tuple[Array, int]:
     """tables [S, B] cut into stretches [S, stretches, blocks of one], and the length of one in keys."""
     num_seqs, num_blocks = tables.shape
     per_stretch = min(max(num_keys // pages.shape[1], 1), num_blocks)
@@ -111,12 +126,16 @@ def _stretches(tables: Array, pages: Array, num_keys: int) -> tuple[Array, int]:
     return tables.reshape(num_seqs, -1, per_stretch), per_stretch * pages.shape[1]
 
 
-def _stretch(pages: Array, blocks: Array) -> tuple[Array, Array]:
+def _stretch(pages: KVPages, blocks: Array) -> tuple[Array, Array]:
     """Keys and values [..., K, C, H] of the given blocks [..., B], gathered straight into that order."""
     heads = jnp.arange(pages.shape[2])[:, None]
 
     def gather(i: int) -> Array:
-        out = pages.at[blocks[..., None, :], :, heads, i].get(mode="clip")  # [..., K, B, block, H]
+        held = pages.words if isinstance(pages, QuantizedPages) else pages
+        out = held.at[blocks[..., None, :], :, heads, i].get(mode="clip")  # [..., K, B, block, H]
+        if isinstance(pages, QuantizedPages):
+            scales = pages.scales.at[blocks[..., None, :], i, heads].get(mode="clip")
+            out = dequantized(out, scales, pages.dtype)
         return out.reshape(*out.shape[:-3], -1, out.shape[-1])
 
     # The barrier keeps the order: for some products XLA's CPU backend would rather copy to [H, C], which

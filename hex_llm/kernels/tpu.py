@@ -58,10 +58,10 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def paged_attention(
-    q: Array, k: Array, v: Array, pages: Array, batch: Batch, options: Options
-) -> tuple[Array, Array]:
-    """See kernels.attention.PagedAttention; there are no sinks. Pages are `padded_head_dim` wide, and what
-    lies where in a block is not as it says there."""
+    q: Array, k: Array, v: Array, pages: Any, batch: Batch, options: Options
+) -> tuple[Array, Any]:
+    """See kernels.attention.PagedAttention; there are no sinks. Pages are plain and `padded_head_dim` wide,
+    and what lies where in a block is not as it says there."""
     head_dim, shape = q.shape[-1], pages.shape
     q, k, v = (_padded(x, shape[-1]) for x in (q, k, v))
     num_blocks, block_size, num_kv_heads = shape[:3]
@@ -95,7 +95,7 @@ def _mixed(q: Array, pages: Array, batch: Batch, mask: Mask, settings: dict[str,
     return jnp.where(is_decode[:, None, None, None], decoded, out)
 
 
-def _write(k: Array, v: Array, pages: Array, slots: Array) -> Array:
+def _write(k: Array, v: Array, pages: Array, slots: Array) -> Any:
     """k, v [T, K, H] into pages [N * A, block, K / A, 2, H]."""
     block_size, together = pages.shape[1:3]
     whole = _pages_of((slots // block_size)[:, None], k.shape[1] // together)  # [T, A, 1]

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from hex_llm.kernels.attention import Batch, Options, PagedAttention
+from hex_llm.kernels.attention import Batch, KVPages, Options, PagedAttention
 from hex_llm.kernels.experts import Activation, RoutedExperts
 from hex_llm.models.linear import Matrix, linear
 from hex_llm.models.moe import moe
@@ -39,11 +39,11 @@ def forward(
     weights: Weights,
     x: jax.Array,
     rope_lengths: jax.Array,
-    pages: list[jax.Array],
+    pages: list[KVPages],
     batch: Batch,
     attend: PagedAttention,
     fused_moe: RoutedExperts,
-) -> tuple[jax.Array, list[jax.Array]]:
+) -> tuple[jax.Array, list[KVPages]]:
     """Embeddings [T, D] -> hidden states [T, D] before the head, and the KV pages of every layer.
 
     `rope_lengths` [T]: the length that each token's rope frequencies are made for (rope.rope_table).
@@ -75,11 +75,11 @@ def block(
     spec: ModelSpec,
     layer: Layer,
     table: RopeTable | None,
-    pages: jax.Array,
+    pages: KVPages,
     batch: Batch,
     attend: PagedAttention,
     fused_moe: RoutedExperts,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, KVPages]:
     """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
     q, k, v = project_qkv(optional_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
     options = Options(layer.mask, spec.attention_scale, spec.attn_softcap, w.sinks)

@@ -14,7 +14,7 @@ from hex_llm.errors import ConfigError
 
 TP = "tp"
 RULES: dict[str, str | None] = {"vocab": TP, "kv_heads": TP, "ffn": TP, "experts": None}
-PAGES = P(None, None, TP, None, None)  # [N, block, K, 2, H]
+PAGES = P(None, None, TP)  # the KV heads of all arrays of kernels/attention.py: KVPages
 
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:

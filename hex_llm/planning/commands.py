@@ -24,6 +24,7 @@ CONTEXT = 4096
 FLAGS: list[Flag] = [
     ("max-model-len", positive, None, f"the context (default: the model's, at most {CONTEXT})"),
     ("quantization", {"choices": ["none", "int8", "int4", "fp8"]}, None, "as of `hex-llm serve`"),
+    ("kv-cache-dtype", {"choices": ["auto", "bfloat16", "fp8", "int8"]}, None, "as of `hex-llm serve`"),
     ("revision", str, None, "of a model of the hub"),
     ("concurrency", positive, 16, "requests at once"),
     ("input-len", positive, 1000, "tokens of a prompt"),
@@ -60,7 +61,7 @@ def planned(args: Namespace) -> Iterator[tuple[Plan, Mapping[str, Chip]]]:
     from hex_llm.planning.footprint import opened_model
     from hex_llm.planning.plan import Load, make_plan
 
-    names = ("model", "quantization", "revision", "max_model_len", "hf_token")
+    names = ("model", "quantization", "kv_cache_dtype", "revision", "max_model_len", "hf_token")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     with opened_model(EngineConfig(**given)) as model:
         context = args.max_model_len or min(model.spec.max_len, CONTEXT)

@@ -55,7 +55,8 @@ def described_params(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def tpu_kernels(spec: ModelSpec, num_chips: int, sizes: Sizes) -> Kernels:
-    return choose_kernels(spec, Devices("tpu", num_chips, sizes.block_size, np.dtype(DTYPE)))
+    dtype = np.dtype(DTYPE)
+    return choose_kernels(spec, Devices("tpu", num_chips, sizes.block_size, dtype, dtype))
 
 
 def held(context: programs.ProgramContext, sizes: Sizes) -> tuple[Any, list[Any], Any]:

@@ -127,7 +127,7 @@ def footprint(model: Model, platform: str, num_devices: int, usable: float) -> F
     """As devices with so many usable bytes hold it. ConfigError: they cannot, whatever their size."""
     config = model.config
     dtype = resolve_dtype(config.dtype, platform)
-    choice = Devices(platform, num_devices, config.block_size, dtype)
+    choice = Devices.of(config, platform, num_devices, dtype)
     plan = plan_model(config, model.files, model.spec, choice)
     # The kernels' own forms hold scales in float16; on CPUs, where that loses nothing.
     in_panels = platform == "cpu" and cpu.quantized_panel_width() and plan.checkpoint is not None

@@ -37,6 +37,7 @@ def flags_of(plan: Plan, option: Option) -> list[str]:
         "max_model_len": plan.load.context,
         "hbm_utilization_factor": option.figures.hbm_utilization_factor,
         "quantization": config.quantization,
+        "kv_cache_dtype": None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         "revision": config.revision,
     }
     return [f"--{name}={value}" for name, value in flags.items() if value is not None]

@@ -174,15 +174,25 @@ def judged_default() -> Judged:
     return Judged(path, prompts, [greedy_tokens(model, prompt, NUM_OUT) for prompt in prompts])
 
 
+def judged_alone(judged: Judged, num: int, **flags: Any) -> Judged:
+    """The first prompts by ourselves with these flags, each alone: for what others do not compute."""
+    case = Case(1, None, 32, caching=False, preemptions=0, overlapped=False)
+    engine = Engines(judged.folder, **flags).engine(case)
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
+    expected = [tokens(drive(engine, [Request("0", judged.prompts[i], params)])["0", 0]) for i in range(num)]
+    return Judged(judged.folder, judged.prompts, expected)
+
+
 class Engines:
     """One set of weights and programs for each set of flags that changes programs; the rest is always new."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, **flags: Any) -> None:
+        """`flags` are given besides those of a case."""
+        self.folder, self.flags = folder, flags
         self.first: dict[Any, Engine] = {}
 
     def engine(self, case: Case) -> Engine:
-        config = make_config(self.folder, **case.flags())
+        config = make_config(self.folder, **case.flags(), **self.flags)
         key = (case.block_size, case.chunk)
         if key not in self.first:
             self.first[key] = build_engine(config, open_files(config), None)

@@ -16,9 +16,11 @@ from tests.engine.equality import (
     Case,
     Engines,
     Judged,
+    judged_alone,
     judged_default,
     judged_quantized,
     judged_tiny,
+    make_prompts,
     run_case,
     some_cases,
 )
@@ -38,6 +40,23 @@ def test_some_of_the_matrix(name: str, cases: list[Case], tmp_path: Path) -> Non
 
 def test_some_of_the_matrix_of_a_quantized_model(tmp_path: Path) -> None:
     check("awq-64", judged_quantized("awq-64", tmp_path), [Case(7, 33, 8, True, 2, True)])
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "case"),
+    [
+        ("int8", Case(7, 33, 8, True, 2, True)),
+        pytest.param("fp8", Case(32, 40, 16, True, 5, True), marks=pytest.mark.slow),
+    ],
+)
+def test_some_of_the_matrix_with_pages_of_8_bits(kv_cache_dtype: str, case: Case, tmp_path: Path) -> None:
+    prompts = make_prompts(MODELS[0].save(tmp_path).config.vocab_size, first=3)
+    judged = judged_alone(Judged(tmp_path, prompts, []), case.batch, kv_cache_dtype=kv_cache_dtype)
+    engine = Engines(tmp_path, kv_cache_dtype=kv_cache_dtype).engine(case)
+    run_case(judged, case, engine)
+    dtype = engine.stepper.runner.pages[0].dtype
+    assert dtype.itemsize == 1
+    assert engine.stepper.scheduler.pool.kv_dtype == str(dtype), "blocks are found by it"
 
 
 @pytest.mark.slow

@@ -49,8 +49,9 @@ def test_one_prefills_and_one_decodes(separate, folder):
 @pytest.mark.parametrize("tiny", [LLAMA, GEMMA2, MIXTRAL], ids=lambda tiny: tiny.name)
 def test_every_topology_gives_the_tokens_of_one_device(tmp_path, tiny, topology, size):
     tiny.save(tmp_path)
-    engine = make_engine(tmp_path, disagg_topo=topology, tensor_parallel_size=size)
-    check_equal(engine, make_engine(tmp_path))
+    kv = {"kv_cache_dtype": "int8" if size == 2 else "auto"}
+    engine = make_engine(tmp_path, disagg_topo=topology, tensor_parallel_size=size, **kv)
+    check_equal(engine, make_engine(tmp_path, **kv))
 
 
 @pytest.mark.slow

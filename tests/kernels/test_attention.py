@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import Array
 
 from hex_llm.kernels import cpu, gpu, reference
-from hex_llm.kernels.attention import Batch, Mask, Options, PagedAttention
+from hex_llm.kernels.attention import (
+    LARGEST,
+    Batch,
+    Mask,
+    Options,
+    PagedAttention,
+    QuantizedPages,
+    as_held,
+    dequantized,
+    empty_pages,
+    quantized,
+)
 from hex_llm.models import decoder
+from tests.kernels.test_gpu import as_pages
 
 KV_HEADS, HEAD_DIM = 2, 16
+INT8, FLOAT8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def dense(
@@ -176,17 +191,21 @@ def test_a_prefill_row_does_not_depend_on_its_neighbours(paged_attention: PagedA
 
 
 @pytest.mark.parametrize(
-    "paged_attention",
+    ("paged_attention", "dtype"),
     [
-        reference.paged_attention,
-        pytest.param(cpu.paged_attention, marks=needs_compiler),
-        gpu.paged_attention,  # interpreted
+        (reference.paged_attention, None),
+        (reference.paged_attention, INT8),
+        pytest.param(cpu.paged_attention, None, marks=needs_compiler),
+        (gpu.paged_attention, None),  # interpreted
+        pytest.param(gpu.paged_attention, INT8, marks=pytest.mark.slow),
     ],
-    ids=["reference", "cpu", "gpu"],
+    ids=["reference", "reference-int8", "cpu", "gpu", "gpu-int8"],
 )
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("place", ["behind the end", "after the rows"])
-def test_what_is_hidden_cannot_spread(paged_attention: PagedAttention, bad: float, place: str) -> None:
+def test_what_is_hidden_cannot_spread(
+    paged_attention: PagedAttention, dtype: np.dtype[Any] | None, bad: float, place: str
+) -> None:
     """What is no number behind the end of a sequence (left by a block's former owner), or in the keys and
     values of its own later tokens."""
     rng = np.random.default_rng(0)
@@ -203,12 +222,14 @@ def test_what_is_hidden_cannot_spread(paged_attention: PagedAttention, bad: floa
 
     def attend() -> np.ndarray:
         contained = decoder.contained(jnp.array(k), jnp.array(v))
-        return np.asarray(paged_attention(q, *contained, jnp.array(pages), batch, options)[0])
+        held = jnp.array(pages) if dtype is None else as_pages(jnp.array(pages), dtype)
+        return np.asarray(paged_attention(q, *contained, held, batch, options)[0])
 
     expected = attend()
     if place == "behind the end":
-        pages[1, cached + 1 :], pages[2] = bad, bad
-        pages[3, new:], pages[4] = bad, bad
+        what = slice(None) if dtype is None else 0  # values of 8 bits were all finite when they were written
+        pages[1, cached + 1 :, :, what], pages[2, :, :, what] = bad, bad
+        pages[3, new:, :, what], pages[4, :, :, what] = bad, bad
         np.testing.assert_array_equal(attend(), expected)
     else:
         v[21, 0, 3] = bad  # the prefill's token 20, one head of it
@@ -216,3 +237,61 @@ def test_what_is_hidden_cannot_spread(paged_attention: PagedAttention, bad: floa
         np.testing.assert_array_equal(out[:21], expected[:21])
         np.testing.assert_array_equal(out[:, 1], expected[:, 1])
         assert np.isnan(out[21:, 0]).all(), "who sees it is told so"
+
+
+def rounded(x: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """[..., H] as 8 bits hold it, with the scale of the largest."""
+    scale = np.abs(x).max(-1, keepdims=True) / LARGEST[dtype]
+    codes = x / np.where(scale == 0, 1, scale)
+    return (np.floor(codes + 0.5) if dtype == INT8 else codes.astype(dtype).astype(np.float64)) * scale
+
+
+@pytest.mark.parametrize("dtype", [INT8, FLOAT8])
+def test_keys_and_values_of_8_bits(dtype: np.dtype[Any]) -> None:
+    x = np.random.default_rng(0).standard_normal((50, 3, 64)) * np.geomspace(1e-6, 1e6, 50)[:, None, None]
+    x[7, 1] = 0
+    x = x.astype(np.float32)
+    words, scales = quantized(np.split(x, 2, axis=-1), dtype)
+    assert words.dtype == jnp.uint16
+    assert words.shape == (50, 3, 32)
+    got = np.asarray(dequantized(words, scales, dtype))
+    step = np.asarray(scales)[..., None] * (1 if dtype == INT8 else 32)  # between the largest two
+    assert (np.abs(got - x) <= step * 0.5001).all()
+    same = np.abs(got - rounded(x.astype(np.float64), dtype)) <= 1e-5 * step
+    assert same.mean() > 0.999, "what lies in the middle of two may become either"
+    np.testing.assert_array_equal(as_held(jnp.array(x), dtype), got)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_scale_tells_what_is_not_finite(bad: float) -> None:
+    x = np.ones((2, 8), np.float32)
+    x[1, 3] = bad
+    words, scales = quantized(np.split(x, 2, axis=-1), INT8)
+    assert scales[0] == np.float32(1 / 127)
+    assert np.isnan(scales[1])
+    assert np.isnan(np.asarray(dequantized(words, scales, INT8))[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "max_chunks"), [(INT8, 1), (INT8, 0), (FLOAT8, 0), (np.dtype(np.float16), 1)]
+)
+def test_pages_of_other_types(dtype: np.dtype[Any], max_chunks: int) -> None:
+    """What was written in one step is read in the next, beside a dense attention to what 8 bits hold."""
+    rng, num, block = np.random.default_rng(0), 21, 8
+    k, v = (rng.standard_normal((num, KV_HEADS, HEAD_DIM), dtype=np.float32) for _ in "kv")
+    q = rng.standard_normal((num, KV_HEADS, 2, HEAD_DIM), dtype=np.float32)
+    pages = empty_pages((6, block, KV_HEADS, 2, HEAD_DIM), dtype)
+    tables, options = jnp.array([[4, 1, 3]]), Options(Mask(window=9), 0.25, 3.0)
+    attend, parts = jax.jit(partial(reference.paged_attention, options=options)), []
+    for part in (slice(0, 20), slice(20, 21)):
+        at = jnp.arange(num)[part]
+        slots = tables[0, at // block] * block + at % block
+        batch = Batch(at, jnp.zeros_like(at), slots, tables, jnp.int32(0), max_chunks)
+        out, pages = attend(q[part], k[part], v[part], pages, batch)
+        parts.append(np.asarray(out))
+    held = [np.asarray(as_held(jnp.array(x), dtype)) for x in (k, v)]
+    for row, got in enumerate(np.concatenate(parts)):
+        expected = dense(q[row], *held, row, options.mask, options.softcap, None)
+        np.testing.assert_allclose(got, expected, atol=2e-6)
+    assert isinstance(pages, QuantizedPages) == (dtype in LARGEST)
+    assert pages.shape == (6, block, KV_HEADS, 2, HEAD_DIM)

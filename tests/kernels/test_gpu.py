@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hex_llm.kernels import gpu, gpu_kernel, reference
-from hex_llm.kernels.attention import Batch, Mask, Options
+from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Mask, Options, QuantizedPages, quantized
 from tests.kernels.lowering import lowered_for_gpus
 
 DECODES = [0, 5, 63, 64, 299]  # positions; everything before is cached
@@ -29,10 +29,11 @@ def ragged(
     group: int = 2,
     head_dim: int = 16,
     dtype: Any = jnp.float32,
+    kv_dtype: Any = None,  # as the others
     num_padding: int = 11,
     max_chunks: int = 5,
     seed: int = 0,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Batch]:
+) -> tuple[jax.Array, jax.Array, jax.Array, Any, Batch]:
     """The arguments of paged_attention: blocks in any order, and padding behind the prefills."""
     rng = np.random.default_rng(seed)
     lengths = [p + 1 for p in decodes] + [cached + new for cached, new in chunks]
@@ -61,7 +62,16 @@ def ragged(
 
     q = normal(len(rows), kv_heads, group, head_dim)
     k, v = normal(len(rows), kv_heads, head_dim), normal(len(rows), kv_heads, head_dim)
-    return q, k, v, normal(len(free) + 1, block_size, kv_heads, 2, head_dim), batch
+    pages = normal(len(free) + 1, block_size, kv_heads, 2, head_dim)
+    return q, k, v, as_pages(pages, np.dtype(kv_dtype or dtype)), batch
+
+
+def as_pages(pages: jax.Array, dtype: np.dtype[Any]) -> KVPages:
+    """Plain ones [N, block, K, 2, H] in a type."""
+    if dtype not in LARGEST:
+        return pages.astype(dtype)
+    words, scales = quantized(jnp.split(pages, 2, axis=-1), dtype)
+    return QuantizedPages(words, scales.transpose(0, 3, 2, 1), dtype)
 
 
 def run(attend: Any, arguments: tuple[Any, ...], **options: Any) -> tuple[jax.Array, jax.Array]:
@@ -78,10 +88,11 @@ def check(
     sinks = jnp.linspace(-3, 4, q[0, ..., 0].size).reshape(q.shape[1:3]) if has_sinks else None
     options = Options(mask, q.shape[-1] ** -0.5, softcap, sinks)
     out, pages = run(gpu.paged_attention, arguments, options=options)
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arguments)
+    exact = [x.astype(jnp.float32) for x in arguments[:3]]
     with jax.default_matmul_precision("highest"):
-        expected, stored = run(reference.paged_attention, exact, options=options)
-    np.testing.assert_array_equal(pages[1:].astype(jnp.float32), stored[1:])
+        expected, stored = run(reference.paged_attention, (*exact, *arguments[3:]), options=options)
+    for ours, theirs in zip(jax.tree.leaves(pages), jax.tree.leaves(stored), strict=True):
+        np.testing.assert_array_equal(ours[1:].astype(jnp.float32), theirs[1:].astype(jnp.float32))
     real = np.asarray(arguments[4].kv_slots) > 0
     tolerance = {"atol": 2e-6} if out.dtype == jnp.float32 else {"atol": 2e-2, "rtol": 2e-2}
     got = np.asarray(out.astype(jnp.float32))
@@ -116,6 +127,30 @@ def test_several_splits(decodes: list[int], chunks: list[tuple[int, int]], dtype
     check(
         ragged(decodes, chunks, dtype=dtype, num_padding=2 * len(chunks)), Mask(window=1400), has_sinks=True
     )
+
+
+@pytest.mark.parametrize(
+    ("mask", "softcap", "group", "head_dim", "block_size", "dtype", "kv_dtype"),
+    [
+        pytest.param(Mask(), None, 3, 32, 16, jnp.float32, jnp.int8, marks=pytest.mark.slow),
+        (Mask(window=100), 1.5, 1, 96, 8, jnp.bfloat16, jnp.float8_e4m3fn),
+        pytest.param(Mask(), None, 4, 64, 512, jnp.bfloat16, jnp.int8, marks=pytest.mark.slow),
+        pytest.param(Mask(), None, 1, 16, 32, jnp.bfloat16, jnp.float16, marks=pytest.mark.slow),
+        pytest.param(Mask(), 1.5, 2, 16, 8, jnp.float32, jnp.float8_e4m3fn, marks=pytest.mark.slow),
+    ],
+)
+def test_pages_of_other_types(
+    mask: Mask, softcap: float | None, group: int, head_dim: int, block_size: int, dtype: Any, kv_dtype: Any
+) -> None:
+    sizes = {"group": group, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
+    kind = {"mask": mask, "softcap": softcap, "has_sinks": group == 1}
+    check(ragged(DECODES, CHUNKS, kv_heads=group, kv_dtype=kv_dtype, **sizes), **kind)
+
+
+@pytest.mark.slow
+def test_several_splits_of_quantized_pages() -> None:
+    arguments = ragged([3000, 0, 700], [(1500, 9)], dtype=jnp.bfloat16, kv_dtype=jnp.int8, num_padding=2)
+    check(arguments, Mask(window=1400))
 
 
 def test_large_heads() -> None:
@@ -184,14 +219,17 @@ def test_work_items(is_exact: bool) -> None:
     assert sorted(items.part[items.start < items.end]) == list(range(sum(map(len, seen.values()))))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_lowers_for_gpus(dtype: Any, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowers_for_gpus(
+    dtype: Any, softcap: float | None, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As far as that goes without a GPU: to Triton's own language."""
     if jax.default_backend() != "cpu":
         pytest.skip("it runs here")
     monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
-    arguments = ragged(DECODES, CHUNKS, dtype=dtype, group=3, head_dim=96, num_padding=2)
+    arguments = ragged(DECODES, CHUNKS, dtype=dtype, kv_dtype=kv_dtype, group=3, head_dim=96, num_padding=2)
 
     def attend(*arguments: Any) -> Any:
         sinks = None if softcap is None else jnp.zeros((1, 3))

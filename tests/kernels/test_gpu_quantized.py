@@ -135,5 +135,6 @@ def test_lowers_for_gpus(name: str, dtype: Any, num_rows: int, monkeypatch: pyte
     monkeypatch.setattr("hex_llm.kernels.gpu_quantized.interpreted", lambda: False)
     matrix, _ = made(CASES[name])
     text = lowered_for_gpus(lambda x: matrix.matmul(x), rows(num_rows, 256, dtype))
-    assert "sub.rn.bf16x2" in text if dtype == jnp.bfloat16 else "sub.rn.f16x2" in text
-    assert ("fma.rn" in text) == (num_rows > 16)
+    kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+    assert f"fma.rn.{kind} f, f, one, w" in text
+    assert (f"fma.rn.{kind} $0" in text) == (num_rows > 16)

@@ -197,7 +197,7 @@ def test_where_there_is_no_kernel_the_flag_is_refused(tmp_path: Path) -> None:
     config = make_config(tmp_path, quantization="fp8")
     kernels = choose_kernels(
         model_spec({"architectures": ["LlamaForCausalLM"], **BASE}),
-        Devices("tpu", 1, 16, np.dtype("float32")),
+        Devices("tpu", 1, 16, *[np.dtype("float32")] * 2),
     )
     with pytest.raises(ConfigError, match="--quantization=fp8: there is no kernel for it"):
         rounding(config, open_files(config), kernels)
