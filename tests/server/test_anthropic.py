@@ -173,15 +173,15 @@ def test_an_empty_answer_has_no_blocks() -> None:
 
 class Cached(FakeBackend):
     def updates(self, request: Request) -> Iterable[Update]:
-        yield Update(request.request_id, token_ids=[FIRST_BYTE + 65], num_cached=4)
+        yield Update(request.request_id, token_ids=[FIRST_BYTE + 65], num_cached=4, num_published=10)
         yield Update(request.request_id, finish_reason=FinishReason.STOP)
 
 
 def test_cached_tokens_are_counted_apart() -> None:
     backend = Cached(byte_tokenizer())
     usage = post(backend, PATH, HELLO)["usage"]
-    assert usage["cache_read_input_tokens"] == 4
-    assert usage["input_tokens"] == len(backend.asked[-1].prompt_ids) - 4
+    assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (4, 6)
+    assert usage["input_tokens"] == len(backend.asked[-1].prompt_ids) - 10
 
 
 # ---- tools

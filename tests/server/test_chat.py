@@ -12,7 +12,7 @@ from hex_llm.errors import ConfigError
 from hex_llm.server.app import create_app
 from hex_llm.server.openai.chat import RESERVED
 from tests.server.asking import CHAT, COMPLETIONS, HELLO, ask, post, refusal, stream
-from tests.server.fakes import FakeBackend, Speaker, byte_tokenizer
+from tests.server.fakes import BOS, FIRST_BYTE, FakeBackend, Speaker, byte_tokenizer
 from tests.server.test_streaming import as_messages, joined
 
 SHOWS_ALL = (
@@ -455,6 +455,60 @@ def test_arguments_between_tags_have_the_types_of_the_schema() -> None:
     assert calls_in(choice) == [("weather", {"place": "12", "days": 3})]
 
 
-def test_a_structure_has_no_room_for_reasoning() -> None:
-    choice = both_ways(speaker('{"a": 1}'), {"guided_json_object": True}, reasoning_parser="deepseek_r1")
+FORCED = f'[{{"name": "weather", "parameters": {ROME}}}]'
+
+
+@pytest.mark.parametrize(
+    ("said", "begins", "around"),
+    [
+        ("<think>Hm <tool_call>.</think>\n\n", False, ("<think>", "</think>")),
+        ("Hm <tool_call>.</think>", True, ("</think>",)),
+        ("", False, ("<think>", "</think>")),
+    ],
+)
+@pytest.mark.parametrize("parser", [None, "qwen3", "deepseek_r1"])
+def test_reasoning_comes_before_a_call_that_is_forced(
+    said: str, begins: bool, around: tuple[str, ...], parser: str | None
+) -> None:
+    """Only tags tell: what is no reasoning by the grammar is none by the parser."""
+    backend = speaker(said + FORCED, THINKS)
+    body = {"tools": TOOLS, "tool_choice": "required", "chat_template_kwargs": {"begins": begins}}
+    choice = both_ways(backend, body, reasoning_parser=parser)
+    assert calls_in(choice) == [("weather", {"place": "Röm"})]
+    assert choice["message"].get("reasoning") == ("Hm <tool_call>." if said else None)
+    assert not choice["message"]["content"]
+    wanted = backend.asked[-1].params.structured_outputs
+    assert wanted is not None
+    assert wanted.reasoning == around
+
+
+def test_a_structure_may_come_without_reasoning() -> None:
+    backend = speaker('{"a": 1}')
+    choice = both_ways(backend, {"guided_json_object": True}, reasoning_parser="deepseek_r1")
     assert choice["message"] == {"role": "assistant", "content": '{"a": 1}'}
+    for kwargs in ({"enable_thinking": False}, {}):
+        text = '{"a": 1}' if kwargs else '<think>b</think>{"a": 1}'
+        backend = speaker(text, THINKS)
+        body = {"response_format": {"type": "json_object"}, "chat_template_kwargs": kwargs}
+        assert both_ways(backend, body)["message"]["content"] == '{"a": 1}'
+        wanted = backend.asked[-1].params.structured_outputs
+        assert wanted is not None
+        assert bool(wanted.reasoning) == (not kwargs)
+
+
+def test_a_structure_has_no_room_for_channels() -> None:
+    backend = speaker('{"a": 1}', HARMONY)
+    assert both_ways(backend, {"guided_json_object": True})["message"]["content"] == '{"a": 1}'
+    wanted = backend.asked[-1].params.structured_outputs
+    assert wanted is not None
+    assert not wanted.reasoning
+
+
+def test_the_prompt_that_another_server_has_read(backend: FakeBackend) -> None:
+    ids = [BOS, FIRST_BYTE + 65, FIRST_BYTE + 66]
+    body = {**HELLO[CHAT], "kv_transfer_params": {"prompt_token_ids": ids}, "return_token_ids": True}
+    assert post(backend, CHAT, body)["prompt_token_ids"] == ids
+    first, *_ = stream(backend, CHAT, body)
+    assert first["prompt_token_ids"] == ids
+    body["kv_transfer_params"] = {"do_remote_prefill": True}
+    assert refusal(ask(backend, "POST", CHAT, json=body))["param"] == "kv_transfer_params"

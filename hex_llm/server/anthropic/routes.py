@@ -89,11 +89,12 @@ class GrowingMessage:
         delta, collector = news.delta, news.generation.collector
         self._num_output += len(delta.token_ids)
         events = list(self.add(delta))
-        usage = usage_of(len(collector.request.prompt_ids), collector.num_cached, self._num_output)
+        num_prompt, num_created = len(collector.request.prompt_ids), collector.num_cache_creation
+        usage = usage_of(num_prompt, collector.num_cached, num_created, self._num_output)
         if not self._is_begun:
             self._is_begun = True
             # As vLLM's: at first the whole prompt, and at the end what of it was cached.
-            message = self.whole(usage_of(len(collector.request.prompt_ids), 0, 0)) | {"content": []}
+            message = self.whole(usage_of(num_prompt, 0, 0, 0)) | {"content": []}
             events = [{"type": "message_start", "message": message}, {"type": "ping"}, *events]
         if delta.finish_reason is not None:
             events += [
@@ -177,11 +178,11 @@ class GrowingMessage:
         return len(self.content) - 1
 
 
-def usage_of(num_prompt: int, num_cached: int, num_output: int) -> Json:
-    """Anthropic counts what was cached apart from the rest of the prompt."""
+def usage_of(num_prompt: int, num_cached: int, num_created: int, num_output: int) -> Json:
+    """Anthropic counts what was cached, and what now is, apart from the rest of the prompt."""
     return {
-        "input_tokens": num_prompt - num_cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": num_prompt - num_cached - num_created,
+        "cache_creation_input_tokens": num_created,
         "cache_read_input_tokens": num_cached,
         "output_tokens": num_output,
     }
@@ -193,7 +194,8 @@ def reply_of(growing: GrowingMessage, output: RequestOutput) -> Json:
         pass
     # A call that was cut off must not be run; the reason why it ends tells of it.
     growing.content = [block for block in growing.content if block.get("input", {}) is not None]
-    usage = usage_of(len(output.prompt_token_ids), output.num_cached_tokens, len(choice.token_ids))
+    num_prompt, num_created = len(output.prompt_token_ids), output.num_cache_creation_tokens
+    usage = usage_of(num_prompt, output.num_cached_tokens, num_created, len(choice.token_ids))
     return growing.whole(usage) | growing.end_of(choice)
 
 

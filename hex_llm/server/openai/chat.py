@@ -262,23 +262,33 @@ def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_
         new_tool_parser = None  # the structure leaves no room for calls
     params = _for_calls(request, params, tool_choice, new_tool_parser)
     any_length = only_prompt or params.truncate_prompt_tokens is not None
-    text, ids = _encode(tokenizer, request, tool_choice, None if any_length else backend.max_len)
-    # An output of a given structure has no room for reasoning.
-    is_free = params.structured_outputs is None
-    new_reasoning_parser = _reasoning_parser(request, config, tokenizer, text) if is_free else None
-    if new_reasoning_parser is not None and new_reasoning_parser().needs_special_tokens:
-        params = replace(params, skip_special_tokens=False)
+    if request.kv_transfer_params is not None and (ids := request.kv_transfer_params.prompt_token_ids or []):
+        text = tokenizer.decode(ids[-100:], skip_special_tokens=False)  # of which only the end matters
+    else:
+        text, ids = _encode(tokenizer, request, tool_choice, None if any_length else backend.max_len)
+    structure = params.structured_outputs
+    new_reasoning_parser = _reasoning_parser(request, config, tokenizer, text, structure is not None)
+    if new_reasoning_parser is not None:
+        parser = new_reasoning_parser()
+        if structure is not None:
+            params = replace(params, structured_outputs=replace(structure, reasoning=parser.around))
+        elif parser.needs_special_tokens:
+            params = replace(params, skip_special_tokens=False)
     return PreparedChat(request, tokenizer, ids, params, new_tool_parser, new_reasoning_parser)
 
 
 def _reasoning_parser(
-    request: ChatRequest, config: ServerConfig, tokenizer: Tokenizer, prompt: str
+    request: ChatRequest, config: ServerConfig, tokenizer: Tokenizer, prompt: str, structured: bool
 ) -> Callable[[], ReasoningParser] | None:
     named = config.reasoning_parser
     name = named or format_name_for(request.chat_template or tokenizer.chat_template)
     if name in (None, "none") or not may_reason(str(name), request.chat_template_kwargs, prompt):
         return None
-    return partial(reasoning_parser, str(name), prompt[-100:], by_prompt=named is None)
+    new_parser = partial(
+        reasoning_parser, str(name), prompt[-100:], by_prompt=named is None, structured=structured
+    )
+    # A structure comes behind tags, and has no room for channels.
+    return None if structured and new_parser().needs_special_tokens else new_parser
 
 
 def _tool_parser(

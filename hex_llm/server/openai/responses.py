@@ -150,6 +150,10 @@ class Growing:
         if not self.response["output"]:  # a reply without words is one
             events += [*self._open("message"), *self._close("completed")]
         self.response["status"] = status
+        if self._request.enable_response_messages:
+            raw = self._talk.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+            self.response["input_messages"] = [_raw_message(raw, output.prompt_token_ids)]
+            self.response["output_messages"] = [_raw_message(choice.text, choice.token_ids)]
         if choice.finish_reason is FinishReason.LENGTH:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         return b"".join([*events, self._event(last, response=self.response)])
@@ -248,9 +252,10 @@ class Growing:
         if reasoning := "".join(self._reasoning):  # counted without its tags
             to_ids = partial(self._talk.tokenizer.encode, reasoning, add_special_tokens=False)
             num_thought = len(await read(len(reasoning), to_ids))
+        cached, written = output.num_cached_tokens, output.num_cache_creation_tokens
         self.response["usage"] = {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": min(num_thought, num_output)},
             "total_tokens": num_prompt + num_output,
@@ -290,6 +295,11 @@ def _head(backend: Backend, request: ResponsesRequest, talk: PreparedChat) -> Fi
         "usage": None,
         "user": request.user or None,
     }
+
+
+def _raw_message(text: str, token_ids: list[int]) -> Fields:
+    """vLLM's, for who looks at what the model has seen and said."""
+    return {"type": "raw_message_tokens", "message": text, "tokens": Listed(token_ids)}
 
 
 def new_id(prefix: str) -> str:
