@@ -152,6 +152,10 @@ def environment(folder: Path) -> Path:
             "tblib",
         ]
         subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
+        # The index has them for CUDA alone, so that they cannot be imported beside torch for CPUs; no test of
+        # images or sounds is run.
+        unusable = ["torchvision", "torchaudio", "torchcodec"]
+        subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *unusable], check=True)
     return python
 
 

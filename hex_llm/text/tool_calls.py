@@ -109,16 +109,20 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 class ForcedCalls(ToolParser):
-    """Reads what the schema of `required` lets through."""
+    """Reads what the schema of `required` lets through. What the end cuts off is nothing, and no content."""
 
     needs_special_tokens = False
     first = "["
 
+    def give_up(self) -> None:
+        if self._stream.is_over:
+            self.settle()
+        super().give_up()
 
-class ForcedCall(ToolParser):
+
+class ForcedCall(ForcedCalls):
     """Reads what the schema of one tool lets through."""
 
-    needs_special_tokens = False
     first = "{"
 
     def __init__(self, name: str) -> None:
@@ -126,5 +130,4 @@ class ForcedCall(ToolParser):
         self.name = name
 
     def calls(self) -> Reading[None]:
-        yield from self._stream.value(self.begin(self.name))
-        self.settle()
+        self.tell(self.name, (yield from self.object()))

@@ -224,9 +224,14 @@ def test_one_call_only(calls: Asking) -> None:
 
 
 def test_a_call_that_is_cut_off_is_not_told(calls: Asking) -> None:
-    message = calls.create(tools=[WEATHER], max_tokens=CALLS.index("Röm"))
-    assert [one.type for one in message.content] == ["text"]
+    at = CALLS.index("Röm")
+    message = calls.create(tools=[WEATHER], max_tokens=at)
+    assert [(one.type, one.text) for one in message.content] == [("text", CALLS[:at])]  # type: ignore[union-attr]
     assert message.stop_reason == "max_tokens"
+    with calls.client.messages.stream(**{**HELLO, "max_tokens": at}, tools=[WEATHER]) as stream:
+        assert [one.to_dict() for one in stream.get_final_message().content] == [
+            one.to_dict() for one in message.content
+        ]
 
 
 def test_tools_and_results_reach_the_template(shown: Asking) -> None:

@@ -31,6 +31,7 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS = [WEATHER, CLOCK]
 ROME = '{"place": "Röm"}'
+FORCED = f'[{{"name": "weather", "parameters": {ROME}}}]'
 TWO_CALLS = (
     'Let me see. <tool_call>\n{"name": "weather", "arguments": {"place": "Röm"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
@@ -227,14 +228,13 @@ def test_a_model_that_calls_tools() -> None:
     assert (params.structured_outputs, params.skip_special_tokens) == (None, False)
 
 
-def test_calls_come_piece_by_piece() -> None:
+def test_calls_come_one_by_one() -> None:
     chunks = stream(speaker(TWO_CALLS), CHAT, {**HELLO[CHAT], "tools": TOOLS, "max_tokens": 1000})
     parts = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
-    assert [(part["index"], part["function"]["name"]) for part in parts if "id" in part] == [
-        (0, "weather"),
-        (1, "clock"),
+    assert [(part["index"], part["function"]["name"], part["function"]["arguments"]) for part in parts] == [
+        (0, "weather", ROME),
+        (1, "clock", "{}"),
     ]
-    assert len([part for part in parts if part["index"] == 0]) > 5
     assert [
         chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"][0]["finish_reason"]
     ] == ["tool_calls"]
@@ -284,19 +284,23 @@ def test_calls_that_are_required(parallel: bool) -> None:
     assert json.loads(wanted.json or "").get("maxItems") == (None if parallel else 1)
 
 
-def test_a_call_that_is_cut_off() -> None:
+@pytest.mark.parametrize("text", [TWO_CALLS, FORCED, ROME])
+def test_a_call_that_is_cut_off(text: str) -> None:
+    """Is none, whole as in chunks; one that is forced is no text either."""
     named = {"type": "function", "function": {"name": "weather"}}
-    body = {**HELLO[CHAT], "tools": TOOLS, "tool_choice": named, "max_tokens": 5}
-    (choice,) = post(speaker(ROME), CHAT, body)["choices"]
+    choices = {TWO_CALLS: "auto", FORCED: "required", ROME: named}
+    body = {"tools": TOOLS, "tool_choice": choices[text], "max_tokens": text.index("Röm") + 2}
+    choice = both_ways(speaker(text), body)
     assert choice["finish_reason"] == "length"
-    assert choice["message"] == {"role": "assistant", "content": ""}
+    assert calls_in(choice) == []
+    said = text[: text.index("Röm")] if text == TWO_CALLS else ""
+    assert choice["message"]["content"].removesuffix("R\N{REPLACEMENT CHARACTER}") == said
 
 
 @pytest.mark.parametrize("structure", [{"response_format": {"type": "json_object"}}, {"guided_regex": "a"}])
 def test_tools_and_a_structure(structure: dict[str, Any]) -> None:
     """One that is forced comes before it; a model that decides itself keeps to the structure."""
-    forced = f'[{{"name": "weather", "parameters": {ROME}}}]'
-    choice = both_ways(speaker(forced), {"tools": TOOLS, "tool_choice": "required", **structure})
+    choice = both_ways(speaker(FORCED), {"tools": TOOLS, "tool_choice": "required", **structure})
     assert calls_in(choice) == [("weather", {"place": "Röm"})]
     backend = speaker(TWO_CALLS)
     choice = both_ways(backend, {"tools": TOOLS, **structure})
@@ -453,9 +457,6 @@ def test_arguments_between_tags_have_the_types_of_the_schema() -> None:
     said = "<function=weather><parameter=place>12</parameter><parameter=days>3</parameter></function>"
     choice = both_ways(speaker(f"<tool_call>{said}</tool_call>", TAGGED), {"tools": TOOLS})
     assert calls_in(choice) == [("weather", {"place": "12", "days": 3})]
-
-
-FORCED = f'[{{"name": "weather", "parameters": {ROME}}}]'
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, format_name_for, may_reason, reasoning_parser
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.text.tool_calls import PARSERS, ForcedCall, ForcedCalls, forced_schema, parser_name_for, schemas
-from hex_llm.text.tool_formats import CallDelta, ToolParser
+from hex_llm.text.tool_formats import Call, ToolParser
 from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
 log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class PreparedChat:
         reader = self.reader()
         news = reader.add(output.text, ended=True)
         return {
-            "message": self._message(news, cut=output.finish_reason is FinishReason.LENGTH),
+            "message": self._message(news),
             "logprobs": self.logprobs(output),
             **end_of(output),
             "finish_reason": reader.finish_reason(output.finish_reason),
@@ -204,10 +204,10 @@ class PreparedChat:
         reasoning, _ = self.new_reasoning_parser().add(output.text, ended=True)
         return min(len(self.tokenizer.encode(reasoning, add_special_tokens=False)), len(output.token_ids))
 
-    def _message(self, news: Fields, *, cut: bool) -> Fields:
-        calls = _joined(news.pop("tool_calls", ()))
-        if cut and calls and not _is_json(calls[-1]["function"]["arguments"]):
-            calls.pop()  # half a call is none
+    def _message(self, news: Fields) -> Fields:
+        calls = [
+            {name: call[name] for name in ("id", "type", "function")} for call in news.pop("tool_calls", ())
+        ]
         content = self.echoed + news.pop("content", "")
         spoken = {"role": "assistant", "content": content or (None if calls else "")}
         return {**spoken, **UNSAID, **news, **({"tool_calls": calls} if calls else {})}
@@ -387,7 +387,7 @@ class Reader:
             if reasoning and self._includes_reasoning:
                 # vLLM's newer name beside the one that everybody knows.
                 news["reasoning_content"] = news["reasoning"] = reasoning
-        calls: list[CallDelta] = []
+        calls: list[Call] = []
         if self._tools is not None:
             delta = self._tools.add(text, ended=ended)
             text, calls = delta.content, delta.calls
@@ -403,30 +403,9 @@ class Reader:
         return "tool_calls" if self._has_called and reason is FinishReason.STOP else reason
 
 
-def _call(delta: CallDelta) -> Fields:
-    begins = {} if delta.id is None else {"id": delta.id, "type": "function"}
-    function = given({"name": delta.name, "arguments": delta.arguments})
-    return {"index": delta.index, **begins, "function": function}
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _joined(deltas: Iterable[Fields]) -> list[Fields]:
-    """Whole calls."""
-    calls: dict[int, Fields] = {}
-    for delta in deltas:
-        function = {"name": "", "arguments": ""}
-        call = calls.setdefault(delta["index"], {"id": None, "type": "function", "function": function})
-        call["id"] = delta.get("id", call["id"])
-        for name, text in delta["function"].items():
-            call["function"][name] += text
-    return list(calls.values())
+def _call(call: Call) -> Fields:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 class GrowingMessage:

@@ -22,7 +22,7 @@ from hex_llm.frontend.outputs import Delta, raise_failure
 from hex_llm.server.common.backend import Backend, answer, begin, served_name, size_of
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Encoded, Listed, Whole, encode, problem_of
-from hex_llm.server.common.streams import Pieces, delta_size, streamed, unless_gone
+from hex_llm.server.common.streams import Pieces, Silence, delta_size, streamed, unless_gone
 from hex_llm.server.openai.chat import PreparedChat, prepare
 from hex_llm.server.openai.replies import Fields
 from hex_llm.server.openai.response_store import ResponseStore, StoredResponse
@@ -76,10 +76,11 @@ def begin_in_background(backend: Backend, talk: PreparedChat, growing: Growing) 
 
 
 async def events_of(backend: Backend, talk: PreparedChat, growing: Growing) -> Pieces:
+    silence = Silence()
     async with begin(backend, talk.prompt_ids, talk.request, talk.params) as generation:
         async for delta in generation:
             raise_failure(delta)
-            if events := await shaped(delta_size(delta), partial(growing.add, delta)):
+            if events := silence.filled(await shaped(delta_size(delta), partial(growing.add, delta))):
                 yield events
             if delta.finish_reason is not None:
                 output = generation.output()
@@ -118,7 +119,6 @@ class Growing:
         self._reasoning: list[str] = []
         self._num_events = 0
         self._item: Fields | None = None  # that is open
-        self._call_index = -1
         self._texts: list[str] = []  # of the open item
         # JSON, for it is told several times:
         self._logprobs: list[msgspec.Raw] = []  # of the open item
@@ -187,15 +187,13 @@ class Growing:
         self._logprobs += self._new_logprobs
         self._new_logprobs = []
 
-    def _call(self, delta: Fields) -> Iterator[bytes]:
-        function = delta["function"]
-        if delta["index"] != self._call_index:
-            yield from self._close("completed")
-            self._call_index = delta["index"]
-            yield from self._open("function_call", call_id=delta["id"], name=function["name"], arguments="")
-        if function["arguments"]:
-            self._texts.append(function["arguments"])
-            yield self._event("function_call_arguments.delta", **self._where(), delta=function["arguments"])
+    def _call(self, call: Fields) -> Iterator[bytes]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        yield from self._close("completed")
+        yield from self._open("function_call", call_id=call["id"], name=name, arguments="")
+        self._texts.append(arguments)
+        yield self._event("function_call_arguments.delta", **self._where(), delta=arguments)
+        yield from self._close("completed")
 
     def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
         if kind == "message":
