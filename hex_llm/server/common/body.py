@@ -53,7 +53,7 @@ INERT: dict[str, tuple[Any, ...]] = (
     | _only("service_tier", "auto", "default")
     | _only("suffix", "")
     | _only("tool_choice", "none", "auto")
-    | _only("top_logprobs", 0)
+    | _only("no_repeat_ngram_size top_logprobs", 0)
     | _only("verbosity", "medium")
 )
 
