@@ -303,6 +303,13 @@ class Hermes(ToolParser):
     closing_marks = ("</tool_call>",)
 
 
+class InternLM(ToolParser):
+    """<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>"""
+
+    marks = ("<|action_start|><|plugin|>",)
+    closing_marks = ("<|action_end|>",)
+
+
 class Phi4MiniJson(ToolParser):
     """functools[{"name": ..., "arguments": {...}}, ...], or the list between marks."""
 

@@ -120,6 +120,10 @@ WRITTEN: dict[str, list[tuple[str, str, Calls]]] = {
         (r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\\n\"}"}', "", [("f", r'{"a": "\n"}')]),
         ("2 < 3 and <tool> is no </tool_call>", "2 < 3 and <tool> is no </tool_call>", []),
     ],
+    "internlm": [
+        (f"Hm.<|action_start|><|plugin|>\n{parameters(WEATHER)}<|action_end|>\n", "Hm.", [WEATHER]),
+        ("<|action_start|><|interpreter|>\n1", "<|action_start|><|interpreter|>\n1", []),
+    ],
     "mistral": [
         (f"[TOOL_CALLS][{as_json(WEATHER)}]", "", [WEATHER]),
         (f'[TOOL_CALLS] [ {as_json(NOW)} , {as_json(ODD)[:-1]}, "id": "a1b2c3d4e"}} ]', "", [NOW, ODD]),
@@ -463,6 +467,7 @@ def test_any_cut_gives_the_same_at_length(name: str) -> None:
 # ---- templates
 
 TEMPLATES = {
+    "internlm": "{{ '<|im_start|>system name=<|plugin|>\\n' }}",
     "glm45": "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>",
     "granite": "{{- '<|start_of_role|>assistant<|end_of_role|>' }}",
     "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}",
