@@ -61,7 +61,7 @@ LLAMA_NAMES = (
 LLAMA_FILES = [f"llama.cpp/unit/test_{name}.py" for name in LLAMA_NAMES.split()]
 # Left out of what the tests tell a server: what says nothing about its answers and costs a CPU its time, what
 # is of devices or of vLLM's own parts, adapters, whose files are not here, other forms of files, and formats
-# of reasoning: the small model does not reason, and all that it says would be reasoning without an end. Unless
+# of reasoning: the small model does not reason, and all that it says would be reasoning without end. Unless
 # a test says otherwise it is sampled as its authors advise, and ends: it often does not find an end itself.
 SAMPLING = {"max_new_tokens": 512, "temperature": 0.2, "top_p": 0.9}
 LAUNCHER = """#!{python}
