@@ -370,14 +370,21 @@ class ServerConfig:
     enable_force_include_usage: bool = server_flag(
         False, "Every chunk of a stream tells the usage, as does one at the end."
     )
+    enable_request_id_headers: bool = server_flag(
+        False, "Every reply has an X-Request-Id, and not only those to requests that have one."
+    )
     always_on: bool = server_flag(
         True,
         "Always True: what these ask for is done here in any case.",
         choices=(True,),
         form="True",
         aliases=(
-            *("enable_prompt_tokens_details", "enable_request_id_headers", "enable_server_load_tracking"),
-            *("enable_tokenizer_info_endpoint", "exclude_tools_when_tool_choice_none"),
+            *(
+                "enable_prompt_tokens_details",
+                "enable_server_load_tracking",
+                "enable_tokenizer_info_endpoint",
+            ),
+            "exclude_tools_when_tool_choice_none",
         ),
     )
     predict_output_format: str = server_flag(

@@ -74,13 +74,14 @@ class Given:
         self.labels: dict[str, str] = {}
 
     def take(self, spelling: Spelling, given: Any, label: str) -> None:
-        """Raises ConfigError if the value is wrong, or differs from one that was given before."""
+        """Raises ConfigError if the value is wrong. Of a flag the last one counts, as argparse has it, so
+        that who wraps a command can change it; two models, one of which is no flag, contradict each other."""
         flag, value = spelling.flag, spelling.value(given, label)
-        earlier = self.values.setdefault(flag.name, value)
-        earlier_label = self.labels.setdefault(flag.name, label)
-        if earlier != value:
+        earlier, earlier_label = self.values.get(flag.name, value), self.labels.get(flag.name, label)
+        if earlier != value and "MODEL" in (label, earlier_label):
             pair = f"{earlier_label}={flag.shown(earlier)} and {label}={flag.shown(value)}"
             raise ConfigError(f"{pair} contradict each other: give one of them")
+        self.values[flag.name], self.labels[flag.name] = value, label
 
     def take_environ(self, environ: Mapping[str, str], flags: Iterable[Flag]) -> None:
         """Fills in the flags that are not given yet. A variable that is set to nothing counts as unset."""
@@ -239,8 +240,8 @@ def help_text() -> str:
     usage = (
         "usage: hex-llm serve [MODEL] [flags]\n\n"
         "Flags are --flag=value or --flag value; - and _ are the same. Booleans are --flag, --no-flag or\n"
-        "--flag=true|false. A flag counts before its environment variables, the first that is set before\n"
-        "the others."
+        "--flag=true|false. Of a flag that is given twice the last counts. A flag counts before its\n"
+        "environment variables, the first that is set before the others."
     )
     return "\n\n".join(
         [usage, *(f"{name}:\n" + "\n".join(map(help_entry, flags)) for name, flags in groups().items())]

@@ -27,22 +27,25 @@ MAX_GRAMMAR = 1 << 20  # characters of a schema, expression or grammar
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What the output must conform to: exactly one of these."""
+    """What the output must conform to: exactly one of these, behind reasoning if that may come first."""
 
     json: str | None = None  # a JSON schema, as JSON text
     json_object: bool = False  # any JSON object
     regex: str | None = None
     choice: tuple[str, ...] = ()  # one of these texts
     grammar: str | None = None  # Lark, or EBNF with `::=`
+    reasoning: tuple[str, ...] = ()  # the tags around it, or only the end's: then it has begun
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "choice", _items(self.choice, "structured_outputs.choice", 1024))
+        for name, most in {"choice": 1024, "reasoning": 2}.items():
+            texts = _items(getattr(self, name), f"structured_outputs.{name}", most)
+            for text in texts:
+                _check_text(f"structured_outputs.{name}", text)
+            object.__setattr__(self, name, texts)
         for name in ("json", "regex", "grammar"):
             text = getattr(self, name)
             if text is not None:
                 _check_text(f"structured_outputs.{name}", text, MAX_GRAMMAR)
-        for text in self.choice:
-            _check_text("structured_outputs.choice", text)
         if not isinstance(self.json_object, bool):
             raise _refused("structured_outputs.json_object", self.json_object, "true or false")
         given = (self.json is not None, self.json_object, self.regex is not None, bool(self.choice))
@@ -182,8 +185,11 @@ def _check_number(name: str, value: Any, low: float, high: float) -> None:
 def _check_count(name: str, value: Any, low: int, high: int, optional: bool = False) -> None:
     if optional and value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, int) or isinstance(value, bool):
         raise _refused(name, value, f"a whole number from {low} to {high}")
+    if not low <= value <= high:  # with pydantic's name of the fault, which clients of vLLM look for
+        kind = "greater_than_equal" if value < low else "less_than_equal"
+        raise _refused(name, value, f"a whole number from {low} to {high} ({kind})")
     if name == "truncate_prompt_tokens" and value == 0:
         raise _refused(name, value, "-1 or a whole number above 0")
 

@@ -85,6 +85,7 @@ class Update(msgspec.Struct, array_like=True):
     kind: str = ""  # the name of the error's class, where that says more than `param` does
     pooled: bytes = b""  # float32s: the vector that params.pooling asks for
     num_preempted: int = 0  # in all, with a finish_reason
+    num_published: int = 0  # tokens, from the first on, that the prefix cache holds now
 
 
 # ---- what the public API returns, under the names that vLLM's users know
@@ -128,6 +129,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     finished: bool = True
     pooled: bytes = b""  # as Update's
+    num_cache_creation_tokens: int = 0  # of the prompt, that the prefix cache has got by this request
 
 
 @dataclass

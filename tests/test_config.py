@@ -39,6 +39,7 @@ SERVER_DEFAULTS = {
     "chat_template": None,
     "return_tokens_as_token_ids": False,
     "enable_force_include_usage": False,
+    "enable_request_id_headers": False,
     "always_on": True,
     "predict_output_format": "prompt_output",
     "disable_log_requests": False,

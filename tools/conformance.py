@@ -60,9 +60,9 @@ LLAMA_NAMES = (
 )
 LLAMA_FILES = [f"llama.cpp/unit/test_{name}.py" for name in LLAMA_NAMES.split()]
 # Left out of what the tests tell a server: what says nothing about its answers and costs a CPU its time, what
-# is of devices or of vLLM's own parts, adapters, whose files are not here, and formats of reasoning: the
-# small model does not reason, and all that it says would be reasoning without an end. Unless a test says
-# otherwise it is sampled as its authors advise, and ends: it often does not find an end itself.
+# is of devices or of vLLM's own parts, adapters, whose files are not here, other forms of files, and formats
+# of reasoning: the small model does not reason, and all that it says would be reasoning without end. Unless
+# a test says otherwise it is sampled as its authors advise, and ends: it often does not find an end itself.
 SAMPLING = {"max_new_tokens": 512, "temperature": 0.2, "top_p": 0.9}
 LAUNCHER = """#!{python}
 import os, sys
@@ -70,9 +70,9 @@ WITH_VALUE = {{
     "--dtype", "--gpu-memory-utilization", "--max-num-seqs", "--limit-mm-per-prompt", "--attention-backend",
     "--lora-modules", "--max-lora-rank", "--max-cpu-loras", "--api-server-count", "--runner",
     "--chat-template-content-format", "--reasoning-config", "--structured-outputs-config.backend",
-    "--reasoning-parser",
+    "--reasoning-parser", "--tokenizer_mode", "--load_format", "--config_format",
 }}
-ALONE = ("--enforce-eager", "--enable-lora", "--show-hidden-metrics-for-version")
+ALONE = ("--enforce-eager", "--enable-lora", "--ignore-patterns", "--show-hidden-metrics-for-version")
 given, kept = iter(sys.argv[2:]), []
 for one in given:
     if one in WITH_VALUE:
@@ -152,6 +152,10 @@ def environment(folder: Path) -> Path:
             "tblib",
         ]
         subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
+        # The index has them for CUDA alone, so that they cannot be imported beside torch for CPUs; no test of
+        # images or sounds is run.
+        unusable = ["torchvision", "torchaudio", "torchcodec"]
+        subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *unusable], check=True)
     return python
 
 

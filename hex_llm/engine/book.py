@@ -195,6 +195,7 @@ class RequestBook:
         if choice.pooled is not None:
             update.pooled = choice.pooled.astype(np.float32).tobytes()
         update.num_cached = sequence.num_cached or 0
+        update.num_published = sequence.num_published * self.limits.block_size
         self._updates.append(update)
         if sequence.finish_reason is not None:
             if sequence.finish_reason is FinishReason.STOP and token_ids[-1] not in self._spec.eos_ids:

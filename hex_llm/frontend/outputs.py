@@ -132,7 +132,7 @@ class OutputCollector:
         """`prompt` is the text, where there was one; an echo of ids, or of a part of the text, is decoded."""
         self.request = request
         self.prompt = prompt
-        self.num_cached = 0
+        self.num_cached = self._num_published = 0
         self.pooled = b""
         self._tokenizer = tokenizer
         params = request.params
@@ -148,6 +148,10 @@ class OutputCollector:
     def finished(self) -> bool:
         return self._num_open == 0
 
+    @property
+    def num_cache_creation(self) -> int:
+        return max(min(self._num_published, len(self.request.prompt_ids)) - self.num_cached, 0)
+
     def add(self, update: Update) -> bool:
         """Whether a stop string ended the choice: the engine, which sees no text, must be told to stop it.
 
@@ -158,6 +162,8 @@ class OutputCollector:
             return False
         if update.num_cached > self.num_cached:
             self.num_cached = update.num_cached
+        if update.num_published > self._num_published:
+            self._num_published = update.num_published
         self.pooled = update.pooled or self.pooled
         if update.prompt_logprobs:
             self._prompt_logprobs += update.prompt_logprobs
@@ -194,6 +200,7 @@ class OutputCollector:
             self.num_cached,
             self.finished,
             self.pooled,
+            self.num_cache_creation,
         )
 
     def prompt_logprobs(self, num_top: int, unknown: Any = None) -> Named:

@@ -26,7 +26,11 @@ TASK = "Given a web search query, retrieve relevant passages that answer the que
 
 
 def pooling_params(
-    pooling: Pooling, truncate_prompt_tokens: int | None = None, *, embeds: bool = False
+    pooling: Pooling,
+    truncate_prompt_tokens: int | None = None,
+    truncation_side: str = "left",
+    *,
+    embeds: bool = False,
 ) -> SamplingParams:
     """One token is always chosen; nobody looks at it."""
     if embeds and pooling.kind == "tokens":
@@ -36,6 +40,7 @@ def pooling_params(
         max_tokens=1,
         allowed_token_ids=pooling.token_ids or None,
         truncate_prompt_tokens=truncate_prompt_tokens,
+        truncation_side=truncation_side,
         pooling=pooling.kind,
     )
 

@@ -81,7 +81,7 @@ class Gate:
         for prefix in filter(None, (self.config.root_path, INVOKE)):
             if scope["path"].startswith(f"{prefix}/"):
                 scope = {**scope, "path": scope["path"].removeprefix(prefix)}
-        visit = Visit(scope, send, self.metrics)
+        visit = Visit(scope, send, self.metrics, tells_id=self.config.enable_request_id_headers)
         works = scope["method"] == "POST"
         self.metrics.num_open += works
         try:
@@ -245,7 +245,8 @@ class Gate:
 class Visit:
     """One HTTP request and what becomes of it."""
 
-    def __init__(self, scope: Scope, send: Send, metrics: Metrics) -> None:
+    def __init__(self, scope: Scope, send: Send, metrics: Metrics, *, tells_id: bool) -> None:
+        """`tells_id`: also to who has sent none."""
         self.scope = scope
         self.metrics = metrics
         self.method = scope["method"] if scope["method"] in METHODS else "other"
@@ -255,15 +256,17 @@ class Visit:
         self.deadline: asyncio.Timeout | None = None
         self.timelines: list[Timeline] = []
         CURRENT.set(self.timelines)
-        own_id = Headers(scope=scope).get("x-request-id", "")
-        self.request_id = own_id if REQUEST_ID.fullmatch(own_id) else uuid.uuid4().hex
+        own_id = Headers(scope=scope).get("x-request-id")
+        self.tells_id = tells_id or own_id is not None
+        self.request_id = own_id if own_id and REQUEST_ID.fullmatch(own_id) else uuid.uuid4().hex
         self._send = send
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self.request_id
+            if self.tells_id:
+                headers["x-request-id"] = self.request_id
             if load := self.metrics.orca(Headers(scope=self.scope).get(ORCA_FORMAT, "")):
                 headers["endpoint-load-metrics"] = load
             if self.deadline is not None and not self.deadline.expired():

@@ -45,6 +45,11 @@ class Stream:
         self._text, self._at = self._text[self._at :] + text, 0
         self.ended = self.ended or ended
 
+    @property
+    def is_over(self) -> bool:
+        """All of it has been read."""
+        return self.ended and self._at == len(self._text)
+
     def take(self, num_chars: int) -> str:
         taken = self._text[self._at : self._at + num_chars]
         self._at += len(taken)

@@ -23,15 +23,27 @@ _END = '\n%llguidance {"no_forcing": true}\n'
 
 def to_lark(wanted: StructuredOutputs) -> str:
     """ValueError says what is wrong with a schema or an EBNF grammar; llguidance finds the rest."""
+    structure = _structure(wanted)
+    if wanted.reasoning:
+        *start, end = map(json.dumps, wanted.reasoning)
+        structure = (
+            f"start: {'(reasoning SPACE?)?' if start else 'reasoning SPACE?'} %lark {{\n{structure}\n}}\n"
+            # To the first end: there may be others behind it.
+            f"reasoning[lazy]: REASONING\nREASONING: {' '.join(start)} /(?s:.*)/ {end}\nSPACE: /\\s{{1,8}}/"
+        )
+    return structure + _END
+
+
+def _structure(wanted: StructuredOutputs) -> str:
     if wanted.json is not None or wanted.json_object:
-        return f"start: %json {_schema(wanted.json or _ANY_OBJECT)}{_END}"
+        return f"start: %json {_schema(wanted.json or _ANY_OBJECT)}"
     if wanted.regex is not None:
-        return f"start: /{regex_to_lark(wanted.regex, 'd')}/{_END}"  # \d: only 0 to 9
+        return f"start: /{regex_to_lark(wanted.regex, 'd')}/"  # \d: only 0 to 9
     if wanted.choice:  # a terminal, not a rule: one automaton instead of as many as there are texts
-        return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, wanted.choice))}{_END}"
+        return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, wanted.choice))}"
     assert wanted.grammar is not None
     is_ebnf = re.search(r"^\s*[\w-]+\s*::=", wanted.grammar, re.MULTILINE)
-    return (_from_ebnf(wanted.grammar) if is_ebnf else wanted.grammar) + _END
+    return _from_ebnf(wanted.grammar) if is_ebnf else wanted.grammar
 
 
 _ANY_OBJECT = '{"type": "object"}'

@@ -54,6 +54,8 @@ class ReasoningParser:
 
     def __init__(self, tags: Tags = Tags()) -> None:  # noqa: B008
         self._tags = tags
+        # As StructuredOutputs wants them, for what comes behind.
+        self.around = (tags.end,) if tags.starts_thinking else (tags.start, tags.end)
         self._stream = Stream()
         self._reading = self._read()
         self._reasoning: list[str] = []
@@ -123,8 +125,11 @@ class Channels(ReasoningParser):
             self._content.append(_CALL)
 
 
-def reasoning_parser(name: str, prompt: str = "", *, by_prompt: bool = False) -> ReasoningParser:
-    """For what comes behind a prompt, which with `by_prompt` alone tells whether reasoning comes first."""
+def reasoning_parser(
+    name: str, prompt: str = "", *, by_prompt: bool = False, structured: bool = False
+) -> ReasoningParser:
+    """For what comes behind a prompt, which with `by_prompt` alone tells whether reasoning comes first.
+    `structured`: of what follows it is known that it is neither reasoning nor a call that a tag opens."""
     if name not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(f"{one_line(name)}: no such format of reasoning; there are {known}")
@@ -132,7 +137,9 @@ def reasoning_parser(name: str, prompt: str = "", *, by_prompt: bool = False) ->
     if tags is None:
         return Channels()
     is_open = prompt.rstrip().endswith(tags.start)
-    return ReasoningParser(tags._replace(starts_thinking=is_open or (tags.starts_thinking and not by_prompt)))
+    tagged = by_prompt or structured
+    tags = tags._replace(starts_thinking=is_open or (tags.starts_thinking and not tagged))
+    return ReasoningParser(tags._replace(call=None) if structured else tags)
 
 
 def format_name_for(chat_template: str | None) -> str | None:

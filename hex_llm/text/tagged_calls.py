@@ -1,7 +1,7 @@
 """Formats of calls that are no JSON as a whole: names and arguments between tags, and Harmony's messages.
 
-An argument's text says little of its type. Where the tool's schema wants a string it is one, told as it
-comes; elsewhere it is what it is as JSON, or else a string.
+An argument's text says little of its type. Where the tool's schema wants a string it is one; elsewhere it is
+what it is as JSON, or else a string.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-from hex_llm.text.json_stream import Give, Malformed, Reading, json_value
+from hex_llm.text.json_stream import Malformed, Reading, json_value
 from hex_llm.text.tool_formats import NAME, ToolParser
 
 _KEY = re.compile(r"[^<>\"\n]+")
@@ -29,45 +29,31 @@ class Tagged(ToolParser):
         if self._mark != self.name_tags[0]:
             yield from self._stream.one_of(self.name_tags[:1])
         name = yield from self.word(self.name_tags[1], NAME)
-        give, before = None, "{"
+        items = []
         while (yield from self._stream.one_of((self.key_tags[0], self.end))) != self.end:
             key = yield from self.word(self.key_tags[1], _KEY)
             if self.value_tag:
                 yield from self._stream.one_of((self.value_tag,))
-            give = give or self.begin(name)
-            give(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-            before = ", "
-            yield from self._value(give, is_text=self._is_text(name, key))
-        (give or self.begin(name))("}" if give else "{}")
-        self.settle()
+            value = yield from self._argument(is_text=self._is_text(name, key))
+            items.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
+        self.tell(name, f"{{{', '.join(items)}}}")
 
     def _is_text(self, name: str, key: str) -> bool:
         properties = (self.schemas.get(name) or {}).get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
         return isinstance(schema, dict) and schema.get("type") == "string"
 
-    def _value(self, give: Give, *, is_text: bool) -> Reading[None]:
-        """A line end behind the opening tag and one before the other are none of it."""
+    def _argument(self, *, is_text: bool) -> Reading[str]:
+        """As JSON. A line end behind the opening tag and one before the other are none of it."""
         if (yield from self._stream.peek()) == "\n":
             self._stream.take(1)
-        held: list[str] = []
-
-        def pass_on(text: str) -> None:
-            text = "".join([*held, text])
-            held[:] = ["\n"] if text.endswith("\n") else []
-            give(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
-
-        if is_text:
-            give('"')
-        if not (yield from self._stream.until((self.value_end,), pass_on if is_text else held.append)):
+        read: list[str] = []
+        if not (yield from self._stream.until((self.value_end,), read.append)):
             raise Malformed
         self._stream.take(len(self.value_end))
-        if is_text:
-            give('"')
-        else:
-            text = "".join(held).removesuffix("\n")
-            value = json_value(text)
-            give(json.dumps(text, ensure_ascii=False) if value is None else value)
+        text = "".join(read).removesuffix("\n")
+        value = None if is_text else json_value(text)
+        return json.dumps(text, ensure_ascii=False) if value is None else value
 
 
 class Qwen3Coder(Tagged):
@@ -110,7 +96,4 @@ class Harmony(ToolParser):
 
     def calls(self) -> Reading[None]:
         name = yield from self.word(HARMONY_MESSAGE, NAME)
-        if (yield from self._stream.solid()) != "{":
-            raise Malformed
-        yield from self._stream.value(self.begin_soon(name))
-        self.settle()
+        self.tell(name, (yield from self.object()))

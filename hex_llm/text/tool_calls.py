@@ -16,6 +16,7 @@ PARSERS: dict[str, type[ToolParser]] = {
     "glm45": tagged_calls.Glm45,
     "granite": tool_formats.Hermes,
     "hermes": tool_formats.Hermes,
+    "internlm": tool_formats.InternLM,
     "llama3_json": tool_formats.Llama3Json,
     "llama4_pythonic": tool_formats.Pythonic,
     "minimax_m2": tagged_calls.MiniMaxM2,
@@ -32,6 +33,7 @@ _TAUGHT_BY: dict[str, str] = {
     "<minimax:tool_call>": "minimax_m2",
     "<function=": "qwen3_coder",
     "<arg_key>": "glm45",
+    "<|plugin|>": "internlm",
     "<|start_of_role|>": "granite",
     "<tool_call>": "hermes",
     "functools": "phi4_mini_json",
@@ -109,16 +111,20 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 class ForcedCalls(ToolParser):
-    """Reads what the schema of `required` lets through."""
+    """Reads what the schema of `required` lets through. What the end cuts off is nothing, and no content."""
 
     needs_special_tokens = False
     first = "["
 
+    def give_up(self) -> None:
+        if self._stream.is_over:
+            self.settle()
+        super().give_up()
 
-class ForcedCall(ToolParser):
+
+class ForcedCall(ForcedCalls):
     """Reads what the schema of one tool lets through."""
 
-    needs_special_tokens = False
     first = "{"
 
     def __init__(self, name: str) -> None:
@@ -126,5 +132,4 @@ class ForcedCall(ToolParser):
         self.name = name
 
     def calls(self) -> Reading[None]:
-        yield from self._stream.value(self.begin(self.name))
-        self.settle()
+        self.tell(self.name, (yield from self.object()))

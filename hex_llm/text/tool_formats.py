@@ -1,8 +1,7 @@
 """How models write calls of tools: one parser for each format, under the names that vLLM gives them.
 
-Whatever way a text is cut into pieces, the result is the same. So what was told is never taken back: a call
-is told once its name and the beginning of its arguments are known, and what is no call up to there is
-content. If its arguments break later, or the text ends, the call has what came of them, as OpenAI's have.
+Whatever way a text is cut into pieces, the result is the same. What was told is never taken back, and half a
+call is none: it is told when all of it is there, and is content if it breaks or the text ends before that.
 Of the tools, only the schemas of their arguments are known, to the formats that do not tell types.
 """
 
@@ -36,19 +35,17 @@ _JSON_WORDS = {"null": None, "true": True, "false": False}
 
 
 @dataclass(frozen=True)
-class CallDelta:
-    """What is new in one call. The first one of a call, and no other, has its id and name."""
-
+class Call:
     index: int
-    id: str | None
-    name: str | None
-    arguments: str
+    id: str
+    name: str
+    arguments: str  # a JSON object
 
 
 @dataclass(frozen=True)
 class ToolDelta:
     content: str
-    calls: list[CallDelta]
+    calls: list[Call]
 
 
 class ToolParser:
@@ -71,17 +68,15 @@ class ToolParser:
         self._told_last = ""  # the last characters of content, but for white space
         self._space: list[str] = []  # behind what was told; told together with content that follows
         self._content: list[str] = []
-        self._calls: dict[int, tuple[str | None, str | None, list[str]]] = {}
+        self._calls: list[Call] = []
 
     def add(self, text: str, *, ended: bool) -> ToolDelta:
         """What is new with this text, behind which no other comes if it has `ended`. Never raises."""
         self._stream.add(text, ended)
         next(self._reading, None)
-        content, calls = "".join(self._content), self._calls
-        self._content, self._calls = [], {}
-        return ToolDelta(
-            content, [CallDelta(i, id_, name, "".join(told)) for i, (id_, name, told) in calls.items()]
-        )
+        told = ToolDelta("".join(self._content), self._calls)
+        self._content, self._calls = [], []
+        return told
 
     def calls(self) -> Reading[None]:
         """Reads from behind a mark, or from the first character: a call or a list of them, unless the format
@@ -96,29 +91,12 @@ class ToolParser:
 
     # ---- for formats
 
-    def begin(self, name: str) -> Give:
-        """Tells a call, which begins with all that was read since it was last settled. Give it arguments."""
-        index = self._num_calls
-        self._calls[index] = (self.new_id(), name, [])
+    def tell(self, name: str, arguments: str) -> None:
+        """Of a call, which is all that was read since it was last settled."""
+        self._calls.append(Call(self._num_calls, self.new_id(), name, arguments))
         self._num_calls += 1
-        self._stream.seen = None
         self._space, self._call_is_last = [], True
-        return lambda text: self._calls.setdefault(index, (None, None, []))[2].append(text)
-
-    def begin_soon(self, name: str) -> Give:
-        """As `begin`, but only when there is something in the object: often its keys are the first fault."""
-        held: list[str] = []
-        begun: list[Give] = []
-
-        def give(text: str) -> None:
-            held.append(text)
-            if not begun and text.strip("{ \t\r\n"):
-                begun.append(self.begin(name))
-            if begun:
-                begun[0]("".join(held))
-                held.clear()
-
-        return give
+        self.settle()
 
     def settle(self) -> None:
         """What was read up to here will not be content."""
@@ -149,22 +127,15 @@ class ToolParser:
         """A JSON object with a name and arguments, in any order. Behind a mark, the name is enough."""
         name: str | None = None
         arguments: str | None = None
-        told = False
         yield from self._stream.solid()
         yield from self._stream.expect("{")
         while True:
             key = yield from self._key()
-            if told:
-                yield from self._stream.value(str)
-            elif key in NAME_KEYS and name is None:
+            if key in NAME_KEYS and name is None:
                 name = yield from self._name()
             elif key in ARGUMENTS_KEYS and arguments is None:
-                if name is not None and (yield from self._stream.solid()) == "{":
-                    yield from self._stream.value(self.begin_soon(name))
-                    told = True
-                else:
-                    arguments = yield from self._arguments()
-            elif key in OTHER_KEYS:
+                arguments = yield from self._arguments()
+            elif key in OTHER_KEYS or not (name is None or arguments is None):
                 yield from self._stream.value(str)
             else:
                 raise Malformed
@@ -172,11 +143,9 @@ class ToolParser:
                 break
             self._stream.take(1)
         yield from self._stream.expect("}")
-        if not told:
-            if name is None or (arguments is None and not self._mark):
-                raise Malformed
-            self.begin(name)(arguments or "{}")
-        self.settle()
+        if name is None or (arguments is None and not self._mark):
+            raise Malformed
+        self.tell(name, arguments or "{}")
 
     def _key(self) -> Reading[str]:
         key = yield from self._stream.string()
@@ -190,11 +159,22 @@ class ToolParser:
             raise Malformed
         return name
 
-    def _arguments(self) -> Reading[str]:
-        """Those that cannot be told as they come. Some models write an object as a string, or null."""
+    def object(self) -> Reading[str]:
+        """A JSON object."""
+        if (yield from self._stream.solid()) != "{":
+            raise Malformed
+        return (yield from self._value())
+
+    def _value(self) -> Reading[str]:
         raw: list[str] = []
         yield from self._stream.value(raw.append)
-        text = "".join(raw)
+        return "".join(raw)
+
+    def _arguments(self) -> Reading[str]:
+        """Some models write an object as a string, or null."""
+        text = yield from self._value()
+        if text.startswith("{"):
+            return text
         if text.startswith('"'):
             text = json.loads(text)
         arguments = "{}" if text in ("", "null") else json_object(text)
@@ -278,9 +258,9 @@ class Pythonic(ToolParser):
         arguments = _python_arguments(source) if name else None
         if arguments is None:
             self.give_up()
+            self.settle()
         else:
-            self.begin(name)(arguments)
-        self.settle()
+            self.tell(name, arguments)
 
     def _in_brackets(self) -> Reading[str]:
         """From an opening bracket to the one that closes it."""
@@ -323,6 +303,13 @@ class Hermes(ToolParser):
     closing_marks = ("</tool_call>",)
 
 
+class InternLM(ToolParser):
+    """<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>"""
+
+    marks = ("<|action_start|><|plugin|>",)
+    closing_marks = ("<|action_end|>",)
+
+
 class Phi4MiniJson(ToolParser):
     """functools[{"name": ..., "arguments": {...}}, ...], or the list between marks."""
 
@@ -347,10 +334,9 @@ class Mistral(ToolParser):
         yield from self._stream.run(NAME, name.append)
         if (yield from self._stream.solid()) == "[":
             yield from self._marks_behind_name()
-        if not name or (yield from self._stream.solid()) != "{":
+        if not name:
             raise Malformed
-        yield from self._stream.value(self.begin_soon("".join(name)))
-        self.settle()
+        self.tell("".join(name), (yield from self.object()))
 
     def _marks_behind_name(self) -> Reading[None]:
         yield from self._stream.expect("[")

@@ -130,6 +130,8 @@ def run_case(judged: Judged, case: Case, engine: Engine) -> int:
             if again:
                 shared = length <= (engine.spec.uniform_len or length)
                 assert told[0].num_cached == shared * ((length - 1) // size * size), f"{case}, prompt {i}"
+                if shared:
+                    assert told[0].num_published == length // size * size, f"{case}, prompt {i}"
             compared += NUM_OUT
     return compared
 

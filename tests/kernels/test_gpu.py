@@ -172,7 +172,8 @@ def test_a_row_does_not_depend_on_its_neighbours(decodes: list[int], chunks: lis
     tokens = (x[:first] for x in (batch.positions, batch.rows, batch.kv_slots))
     alone = Batch(*tokens, batch.tables[:1], jnp.int32(not chunks), batch.max_chunks)
     out, _ = run(gpu.paged_attention, (q[:first], k[:first], v[:first], pages, alone), options=options)
-    np.testing.assert_array_equal(together[:first], out)
+    # Interpreted, XLA may sum otherwise on one processor than on another.
+    np.testing.assert_allclose(together[:first], out, rtol=0, atol=1e-7 if gpu_kernel.interpreted() else 0)
 
 
 def test_keys_before_the_window_are_not_read() -> None:

@@ -173,15 +173,15 @@ def test_an_empty_answer_has_no_blocks() -> None:
 
 class Cached(FakeBackend):
     def updates(self, request: Request) -> Iterable[Update]:
-        yield Update(request.request_id, token_ids=[FIRST_BYTE + 65], num_cached=4)
+        yield Update(request.request_id, token_ids=[FIRST_BYTE + 65], num_cached=4, num_published=10)
         yield Update(request.request_id, finish_reason=FinishReason.STOP)
 
 
 def test_cached_tokens_are_counted_apart() -> None:
     backend = Cached(byte_tokenizer())
     usage = post(backend, PATH, HELLO)["usage"]
-    assert usage["cache_read_input_tokens"] == 4
-    assert usage["input_tokens"] == len(backend.asked[-1].prompt_ids) - 4
+    assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (4, 6)
+    assert usage["input_tokens"] == len(backend.asked[-1].prompt_ids) - 10
 
 
 # ---- tools
@@ -224,9 +224,14 @@ def test_one_call_only(calls: Asking) -> None:
 
 
 def test_a_call_that_is_cut_off_is_not_told(calls: Asking) -> None:
-    message = calls.create(tools=[WEATHER], max_tokens=CALLS.index("Röm"))
-    assert [one.type for one in message.content] == ["text"]
+    at = CALLS.index("Röm")
+    message = calls.create(tools=[WEATHER], max_tokens=at)
+    assert [(one.type, one.text) for one in message.content] == [("text", CALLS[:at])]  # type: ignore[union-attr]
     assert message.stop_reason == "max_tokens"
+    with calls.client.messages.stream(**{**HELLO, "max_tokens": at}, tools=[WEATHER]) as stream:
+        assert [one.to_dict() for one in stream.get_final_message().content] == [
+            one.to_dict() for one in message.content
+        ]
 
 
 def test_tools_and_results_reach_the_template(shown: Asking) -> None:

@@ -12,7 +12,7 @@ from hex_llm.errors import ConfigError
 from hex_llm.server.app import create_app
 from hex_llm.server.openai.chat import RESERVED
 from tests.server.asking import CHAT, COMPLETIONS, HELLO, ask, post, refusal, stream
-from tests.server.fakes import FakeBackend, Speaker, byte_tokenizer
+from tests.server.fakes import BOS, FIRST_BYTE, FakeBackend, Speaker, byte_tokenizer
 from tests.server.test_streaming import as_messages, joined
 
 SHOWS_ALL = (
@@ -31,6 +31,7 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS = [WEATHER, CLOCK]
 ROME = '{"place": "Röm"}'
+FORCED = f'[{{"name": "weather", "parameters": {ROME}}}]'
 TWO_CALLS = (
     'Let me see. <tool_call>\n{"name": "weather", "arguments": {"place": "Röm"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
@@ -227,14 +228,13 @@ def test_a_model_that_calls_tools() -> None:
     assert (params.structured_outputs, params.skip_special_tokens) == (None, False)
 
 
-def test_calls_come_piece_by_piece() -> None:
+def test_calls_come_one_by_one() -> None:
     chunks = stream(speaker(TWO_CALLS), CHAT, {**HELLO[CHAT], "tools": TOOLS, "max_tokens": 1000})
     parts = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
-    assert [(part["index"], part["function"]["name"]) for part in parts if "id" in part] == [
-        (0, "weather"),
-        (1, "clock"),
+    assert [(part["index"], part["function"]["name"], part["function"]["arguments"]) for part in parts] == [
+        (0, "weather", ROME),
+        (1, "clock", "{}"),
     ]
-    assert len([part for part in parts if part["index"] == 0]) > 5
     assert [
         chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"][0]["finish_reason"]
     ] == ["tool_calls"]
@@ -284,19 +284,23 @@ def test_calls_that_are_required(parallel: bool) -> None:
     assert json.loads(wanted.json or "").get("maxItems") == (None if parallel else 1)
 
 
-def test_a_call_that_is_cut_off() -> None:
+@pytest.mark.parametrize("text", [TWO_CALLS, FORCED, ROME])
+def test_a_call_that_is_cut_off(text: str) -> None:
+    """Is none, whole as in chunks; one that is forced is no text either."""
     named = {"type": "function", "function": {"name": "weather"}}
-    body = {**HELLO[CHAT], "tools": TOOLS, "tool_choice": named, "max_tokens": 5}
-    (choice,) = post(speaker(ROME), CHAT, body)["choices"]
+    choices = {TWO_CALLS: "auto", FORCED: "required", ROME: named}
+    body = {"tools": TOOLS, "tool_choice": choices[text], "max_tokens": text.index("Röm") + 2}
+    choice = both_ways(speaker(text), body)
     assert choice["finish_reason"] == "length"
-    assert choice["message"] == {"role": "assistant", "content": ""}
+    assert calls_in(choice) == []
+    said = text[: text.index("Röm")] if text == TWO_CALLS else ""
+    assert choice["message"]["content"].removesuffix("R\N{REPLACEMENT CHARACTER}") == said
 
 
 @pytest.mark.parametrize("structure", [{"response_format": {"type": "json_object"}}, {"guided_regex": "a"}])
 def test_tools_and_a_structure(structure: dict[str, Any]) -> None:
     """One that is forced comes before it; a model that decides itself keeps to the structure."""
-    forced = f'[{{"name": "weather", "parameters": {ROME}}}]'
-    choice = both_ways(speaker(forced), {"tools": TOOLS, "tool_choice": "required", **structure})
+    choice = both_ways(speaker(FORCED), {"tools": TOOLS, "tool_choice": "required", **structure})
     assert calls_in(choice) == [("weather", {"place": "Röm"})]
     backend = speaker(TWO_CALLS)
     choice = both_ways(backend, {"tools": TOOLS, **structure})
@@ -455,6 +459,57 @@ def test_arguments_between_tags_have_the_types_of_the_schema() -> None:
     assert calls_in(choice) == [("weather", {"place": "12", "days": 3})]
 
 
-def test_a_structure_has_no_room_for_reasoning() -> None:
-    choice = both_ways(speaker('{"a": 1}'), {"guided_json_object": True}, reasoning_parser="deepseek_r1")
+@pytest.mark.parametrize(
+    ("said", "begins", "around"),
+    [
+        ("<think>Hm <tool_call>.</think>\n\n", False, ("<think>", "</think>")),
+        ("Hm <tool_call>.</think>", True, ("</think>",)),
+        ("", False, ("<think>", "</think>")),
+    ],
+)
+@pytest.mark.parametrize("parser", [None, "qwen3", "deepseek_r1"])
+def test_reasoning_comes_before_a_call_that_is_forced(
+    said: str, begins: bool, around: tuple[str, ...], parser: str | None
+) -> None:
+    """Only tags tell: what is no reasoning by the grammar is none by the parser."""
+    backend = speaker(said + FORCED, THINKS)
+    body = {"tools": TOOLS, "tool_choice": "required", "chat_template_kwargs": {"begins": begins}}
+    choice = both_ways(backend, body, reasoning_parser=parser)
+    assert calls_in(choice) == [("weather", {"place": "Röm"})]
+    assert choice["message"].get("reasoning") == ("Hm <tool_call>." if said else None)
+    assert not choice["message"]["content"]
+    wanted = backend.asked[-1].params.structured_outputs
+    assert wanted is not None
+    assert wanted.reasoning == around
+
+
+def test_a_structure_may_come_without_reasoning() -> None:
+    backend = speaker('{"a": 1}')
+    choice = both_ways(backend, {"guided_json_object": True}, reasoning_parser="deepseek_r1")
     assert choice["message"] == {"role": "assistant", "content": '{"a": 1}'}
+    for kwargs in ({"enable_thinking": False}, {}):
+        text = '{"a": 1}' if kwargs else '<think>b</think>{"a": 1}'
+        backend = speaker(text, THINKS)
+        body = {"response_format": {"type": "json_object"}, "chat_template_kwargs": kwargs}
+        assert both_ways(backend, body)["message"]["content"] == '{"a": 1}'
+        wanted = backend.asked[-1].params.structured_outputs
+        assert wanted is not None
+        assert bool(wanted.reasoning) == (not kwargs)
+
+
+def test_a_structure_has_no_room_for_channels() -> None:
+    backend = speaker('{"a": 1}', HARMONY)
+    assert both_ways(backend, {"guided_json_object": True})["message"]["content"] == '{"a": 1}'
+    wanted = backend.asked[-1].params.structured_outputs
+    assert wanted is not None
+    assert not wanted.reasoning
+
+
+def test_the_prompt_that_another_server_has_read(backend: FakeBackend) -> None:
+    ids = [BOS, FIRST_BYTE + 65, FIRST_BYTE + 66]
+    body = {**HELLO[CHAT], "kv_transfer_params": {"prompt_token_ids": ids}, "return_token_ids": True}
+    assert post(backend, CHAT, body)["prompt_token_ids"] == ids
+    first, *_ = stream(backend, CHAT, body)
+    assert first["prompt_token_ids"] == ids
+    body["kv_transfer_params"] = {"do_remote_prefill": True}
+    assert refusal(ask(backend, "POST", CHAT, json=body))["param"] == "kv_transfer_params"

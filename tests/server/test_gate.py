@@ -206,6 +206,12 @@ def test_ids_are_echoed(backend: FakeBackend, given: str, echoed: bool) -> None:
     assert len(reply.headers["x-request-id"]) <= 128
 
 
+def test_ids_are_told_to_who_has_sent_one_or_to_all(backend: FakeBackend) -> None:
+    assert "x-request-id" not in ask(backend, "GET", "/v1/models").headers
+    reply = ask(backend, "GET", "/v1/models", config={"enable_request_id_headers": True})
+    assert len(reply.headers["x-request-id"]) == 32
+
+
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [

@@ -38,6 +38,35 @@ def unit(text: str | list[int], size: int | None = None) -> np.ndarray[Any, Any]
 # ---- embeddings
 
 
+def test_embeddings_by_type() -> None:
+    backend = FakeBackend(byte_tokenizer())
+    reply = post(
+        backend,
+        "/v2/embed",
+        {"model": "fake", "texts": ["hello", "you"], "embedding_types": ["float", "base64"]},
+    )
+    floats, coded = reply["embeddings"]["float"], reply["embeddings"]["base64"]
+    for vector, code, text in zip(floats, coded, ("hello", "you"), strict=True):
+        np.testing.assert_allclose(vector, unit(text), rtol=1e-6)
+        np.testing.assert_allclose(np.frombuffer(base64.b64decode(code), "<f4"), unit(text), rtol=1e-6)
+    num_tokens = sum(len(request.prompt_ids) for request in backend.asked)
+    assert reply["meta"]["billed_units"] == {"input_tokens": num_tokens}
+    assert reply["texts"] == ["hello", "you"]
+
+
+@pytest.mark.parametrize(
+    ("truncate", "kept"), [({"truncate": "START"}, "lo"), ({"truncate": "END"}, None), ({}, None)]
+)
+def test_embeddings_by_type_cut_their_texts(truncate: dict[str, str], kept: str | None) -> None:
+    backend = FakeBackend(byte_tokenizer())
+    body = {"texts": ["hello"], "output_dimension": 2, "max_tokens": 2, **truncate}
+    assert len(post(backend, "/v2/embed", body)["embeddings"]["float"][0]) == 2
+    whole = byte_tokenizer().encode("hello")
+    assert backend.asked[-1].prompt_ids == (whole[-2:] if kept else whole[:2])
+    refused = refusal(ask(backend, "POST", "/v2/embed", json={**body, "truncate": "NONE"}))
+    assert refused["param"] == "max_tokens"
+
+
 @pytest.mark.parametrize(
     ("given", "texts"),
     [

@@ -121,6 +121,17 @@ def test_what_is_cut_is_incomplete(hi: Asking) -> None:
     assert hi.events(max_output_tokens=2)[-1].type == "response.incomplete"
 
 
+def test_what_the_model_has_seen_and_said(hi: Asking) -> None:
+    extra = {"enable_response_messages": True}
+    whole, events = hi.create(extra_body=extra), hi.events(extra_body=extra)
+    for response in (whole, events[-1].response):  # type: ignore[union-attr]
+        [seen], [said] = response.input_messages, response.output_messages  # type: ignore[union-attr]
+        assert seen["tokens"] == hi.backend.asked[-1].prompt_ids
+        assert seen["message"] == byte_tokenizer().decode(seen["tokens"], skip_special_tokens=False)
+        assert (said["message"], said["type"]) == (response.output_text, "raw_message_tokens")
+        assert byte_tokenizer().decode(said["tokens"]) == said["message"]
+
+
 def test_no_words_are_a_reply_too() -> None:
     reply = post(Speaker(""), PATH, {"input": "x"})
     assert [item["content"][0]["text"] for item in reply["output"]] == [""]

@@ -12,6 +12,7 @@ import pytest
 from hex_llm.config import ServerConfig
 from hex_llm.errors import EngineStopped, HexError, QueueFull
 from hex_llm.server.app import create_app
+from hex_llm.server.common import streams
 from hex_llm.types import FinishReason, Request, Update
 from tests.server.asking import CHAT, COMPLETIONS, HELLO, JSON, ask, events, post, refusal, stream
 from tests.server.fakes import EOS, FIRST_BYTE, FakeBackend, Speaker, byte_tokenizer
@@ -145,6 +146,17 @@ def test_usage_in_every_chunk(backend: FakeBackend, path: str) -> None:
     assert (counts[0] == 0, counts[-1]) == (path == CHAT, 4)
     for chunk in stream(backend, path, {**body, "stream_options": {"continuous_usage_stats": True}}):
         assert chunk["usage"] is None
+
+
+def test_silence_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For proxies; clients do not see it."""
+    monkeypatch.setattr(streams, "SILENT_S", 0.0)
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {**HELLO[CHAT], "tools": [tool], "tool_choice": "required", "stream": True}
+    text = ask(Speaker('[{"name": "f", "parameters": {}}]'), "POST", CHAT, json=body).text
+    assert text.count(":\n\n") > 10
+    chunks = events(text.replace(":\n\n", ""))
+    assert [len(chunk["choices"][0]["delta"].get("tool_calls", ())) for chunk in chunks] == [0, 1, 0]
 
 
 def test_the_last_text_comes_with_the_end(backend: FakeBackend) -> None:

@@ -213,7 +213,7 @@ def test_sagemakers_other_bodies(backend: FakeBackend) -> None:
         ({"truncate": 2}, {"truncate_prompt_tokens": 2}),
         ({"seed": 2**64 - 1}, {"seed": -1}),
         ({"seed": 7}, {"seed": 7}),
-        ({"watermark": False, "adapter_id": None}, {"n": 1, "logprobs": None, "prompt_logprobs": None}),
+        ({"watermark": False, "adapter_id": None, "no_repeat_ngram_size": 0}, {"n": 1, "logprobs": None}),
     ],
 )  # fmt: skip
 def test_parameters_act(backend: FakeBackend, sent: Any, sampled: dict[str, Any]) -> None:

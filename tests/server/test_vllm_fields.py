@@ -63,6 +63,28 @@ def test_batches_that_are_refused(backend: FakeBackend, change: dict[str, Any], 
     assert not backend.asked
 
 
+# ---- words that its clients look for
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": None, "prompt_embeds": []}, "Either prompt or prompt_embeds must be provided and non-em"),
+        (
+            {"prompt_embeds": None, "prompt": ...},
+            "Either prompt or prompt_embeds must be provided and non-em",
+        ),
+        ({"seed": 2**63}, "less_than_equal"),
+        ({"seed": -(2**63) - 1}, "greater_than_equal"),
+    ],
+)
+def test_faults_have_their_names(backend: FakeBackend, change: dict[str, Any], words: str) -> None:
+    body = {name: value for name, value in {"prompt": "a", **change}.items() if value is not ...}
+    told = refusal(ask(backend, "POST", COMPLETIONS, json=body))
+    assert words in told["message"]
+    assert told["param"] == next(iter({"prompt", "seed"} & change.keys()))
+
+
 # ---- log-probabilities
 
 

@@ -66,6 +66,31 @@ def test_a_named_tool_forces_its_parameters(default: Setting) -> None:
     assert forced_schema(tools(now=None), "now")["additionalProperties"] is False
 
 
+@pytest.mark.parametrize(
+    "wanted", [{"json": json.dumps(CITY)}, {"grammar": 'start: "{" other "}"\nother: /[^{}]*/'}]
+)
+def test_reasoning_may_come_first(default: Setting, wanted: dict[str, Any]) -> None:
+    """As far as its first end tag; then nothing but the structure, also where it need not be."""
+    answer = '{"city": "Rome"}'
+    tagged = default.compile(reasoning=("<think>", "</think>"), **wanted)
+    begun = default.compile(reasoning=("</think>",), **wanted)
+    for fresh, text, conforms in (
+        (tagged, answer, True),
+        (tagged, f"<think>Is it {{Bonn}}? </thin> Né.\n</think>\n\n{answer}", True),
+        (tagged, f"<think></think>{answer}", True),
+        (tagged, f"Hm.</think>{answer}", False),
+        (tagged, f"<think>Hm.</think>Well.</think>{answer}", False),
+        (begun, f"Hm {{.</think>\n{answer}", True),
+        (begun, f"Hm.</think>Well.</think>{answer}", False),
+        (begun, f"Hm. {answer}", None),
+    ):
+        matcher = fresh.copy()
+        ids = default.tokenizer.encode(text, add_special_tokens=False)
+        assert all(map(matcher.accept, ids)) == (conforms is not False)
+        ends = default.allowed(matcher)[list(default.eos_ids)].any() if conforms is not False else False
+        assert bool(ends) == bool(conforms)
+
+
 def test_what_cannot_be_forced_is_refused() -> None:
     nested: dict[str, Any] = {}
     for _ in range(5_000):

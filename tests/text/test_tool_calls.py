@@ -29,21 +29,11 @@ MAKERS: dict[str, Callable[[], ToolParser]] = {
 
 def read(parser: ToolParser, *pieces: str) -> tuple[str, Calls]:
     """Content and calls, put together as a client does it."""
-    content, ids, names = "", {}, {}
-    arguments: dict[int, str] = {}
-    for i, piece in enumerate(pieces):
-        delta = parser.add(piece, ended=i + 1 == len(pieces))
-        content += delta.content
-        for call in delta.calls:
-            if call.index not in ids:
-                assert call.index == len(ids)
-                ids[call.index], names[call.index] = call.id, call.name
-            else:
-                assert call.id is call.name is None
-            arguments[call.index] = arguments.get(call.index, "") + call.arguments
-    assert all(ids.values())
-    assert len(set(ids.values())) == len(ids)
-    return content, [(name, arguments[i]) for i, name in names.items()]  # type: ignore[misc]
+    told = [parser.add(piece, ended=i + 1 == len(pieces)) for i, piece in enumerate(pieces)]
+    calls = [call for one in told for call in one.calls]
+    assert [call.index for call in calls] == list(range(len(calls)))
+    assert len({call.id for call in calls}) == len(calls)
+    return "".join(one.content for one in told), [(call.name, call.arguments) for call in calls]
 
 
 WEATHER = ("get_weather", '{"city": "Paris", "days": 3}')
@@ -129,6 +119,10 @@ WRITTEN: dict[str, list[tuple[str, str, Calls]]] = {
         ('<tool_call>{"name": "now"}<tool_call>{"name": "now", "arguments": null}', "", [NOW, NOW]),
         (r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\\n\"}"}', "", [("f", r'{"a": "\n"}')]),
         ("2 < 3 and <tool> is no </tool_call>", "2 < 3 and <tool> is no </tool_call>", []),
+    ],
+    "internlm": [
+        (f"Hm.<|action_start|><|plugin|>\n{parameters(WEATHER)}<|action_end|>\n", "Hm.", [WEATHER]),
+        ("<|action_start|><|interpreter|>\n1", "<|action_start|><|interpreter|>\n1", []),
     ],
     "mistral": [
         (f"[TOOL_CALLS][{as_json(WEATHER)}]", "", [WEATHER]),
@@ -250,14 +244,16 @@ def test_json_that_is_no_call_is_told_as_soon_as_that_is_known() -> None:
         ("ForcedCall", ""),
     ],
 )
-def test_arguments_are_told_as_they_come(name: str, head: str) -> None:
-    parser = MAKERS[name]()
-    assert parser.add(head, ended=False).calls == []
-    (first,) = parser.add('{"text": "Once', ended=False).calls
-    assert (first.name, first.arguments) == ("f", '{"text": "Once')
-    assert first.id
-    (second,) = parser.add(" upon", ended=False).calls
-    assert (second.index, second.id, second.name, second.arguments) == (0, None, None, " upon")
+def test_half_a_call_is_none(name: str, head: str) -> None:
+    """It is told when all of it is there; what the end cuts off is content, but for one that is forced."""
+    parser, text = MAKERS[name](), f'{head}{{"text": "Once upon'
+    told = parser.add(text, ended=False)
+    assert (told.content, told.calls) == ("", [])
+    rest = '"}' + "}" * ('"name"' in head)
+    [call] = parser.add(rest, ended=False).calls
+    assert (call.name, call.arguments) == ("f", '{"text": "Once upon"}')
+    content = "" if name.startswith("Forced") else text
+    assert read(MAKERS[name](), text) == read(MAKERS[name](), *text, "") == (content, [])
 
 
 def test_ids_of_mistral_are_as_its_templates_want_them() -> None:
@@ -313,17 +309,22 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
     assert read(PARSERS[name](), text) == (text, [])
 
 
-@pytest.mark.parametrize(("end", "content", "told"), [("", "", ""), ("}", "}", ""), (" rest", "rest", " ")])
-def test_a_call_that_breaks_later_has_what_came_of_it(end: str, content: str, told: str) -> None:
-    text = f'<tool_call>{{"name": "f", "arguments": {{"a": [1, 2{end}'
-    assert read(PARSERS["hermes"](), text) == (content, [("f", f'{{"a": [1, 2{told}')])
+BROKEN_LATE = [
+    *(("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": [1, 2{end}') for end in ("", "}", " rest")),
+    ("qwen3_coder", "<function=f><parameter=a>1</parameter> no"),
+    ("qwen3_coder", "<function=run><parameter=code>a</param"),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1'),
+    ("openai", '<|channel|>commentary to=functions.f<|message|>{"a": 1'),
+]
 
 
-def test_so_has_one_between_tags() -> None:
-    text = "<function=f><parameter=a>1</parameter> no"
-    assert read(MAKERS["qwen3_coder"](), text) == ("no", [("f", '{"a": 1')])
-    text = "<function=run><parameter=code>a</param"
-    assert read(MAKERS["qwen3_coder"](), text) == ("", [("run", '{"code": "a</param')])
+@pytest.mark.parametrize(("name", "text"), BROKEN_LATE)
+def test_so_is_one_that_breaks_later(name: str, text: str) -> None:
+    """And what follows may be a call again."""
+    assert read(MAKERS[name](), text) == (text, [])
+    again = f"<tool_call>{as_json(NOW)}"
+    if name == "hermes":
+        assert read(MAKERS[name](), f"{text} {again}") == (text, [NOW])
 
 
 MENDED = {
@@ -441,8 +442,10 @@ def check_cut(name: str, seed: int) -> tuple[str, Calls]:
     content, calls = read(MAKERS[name](), whole)
     assert read(MAKERS[name](), *pieces) == (content, calls), pieces
     json.dumps([content, calls], ensure_ascii=False).encode()
-    if not calls:
+    if not calls and not name.startswith("Forced"):
         assert content == whole
+    for _, arguments in calls:
+        assert isinstance(json.loads(arguments), dict)
     return content, calls
 
 
@@ -464,6 +467,7 @@ def test_any_cut_gives_the_same_at_length(name: str) -> None:
 # ---- templates
 
 TEMPLATES = {
+    "internlm": "{{ '<|im_start|>system name=<|plugin|>\\n' }}",
     "glm45": "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>",
     "granite": "{{- '<|start_of_role|>assistant<|end_of_role|>' }}",
     "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}",

@@ -4,13 +4,12 @@ whole or by events. The chat itself is the OpenAI dialect's.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from hex_llm.config import ServerConfig
@@ -83,17 +82,17 @@ class GrowingMessage:
         self._texts: list[str] = []  # of the open block
         self._is_open = False
         self._is_begun = False
-        self._call_index = -1
 
     def render(self, news: StreamDelta) -> bytes:
         delta, collector = news.delta, news.generation.collector
         self._num_output += len(delta.token_ids)
         events = list(self.add(delta))
-        usage = usage_of(len(collector.request.prompt_ids), collector.num_cached, self._num_output)
+        num_prompt, num_created = len(collector.request.prompt_ids), collector.num_cache_creation
+        usage = usage_of(num_prompt, collector.num_cached, num_created, self._num_output)
         if not self._is_begun:
             self._is_begun = True
             # As vLLM's: at first the whole prompt, and at the end what of it was cached.
-            message = self.whole(usage_of(len(collector.request.prompt_ids), 0, 0)) | {"content": []}
+            message = self.whole(usage_of(num_prompt, 0, 0, 0)) | {"content": []}
             events = [{"type": "message_start", "message": message}, {"type": "ping"}, *events]
         if delta.finish_reason is not None:
             events += [
@@ -136,14 +135,11 @@ class GrowingMessage:
             yield from self._open({"type": kind, kind: "", **signature})
         yield self._delta(f"{kind}_delta", kind, text)
 
-    def _call(self, delta: Json) -> Iterator[Json]:
-        function = delta["function"]
-        if delta["index"] != self._call_index:
-            self._call_index = delta["index"]
-            call = {"type": "tool_use", "id": delta["id"], "name": function["name"], "input": {}}
-            yield from self._open(call)
-        if function["arguments"]:
-            yield self._delta("input_json_delta", "partial_json", function["arguments"])
+    def _call(self, call: Json) -> Iterator[Json]:
+        function = call["function"]
+        yield from self._open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
+        yield self._delta("input_json_delta", "partial_json", function["arguments"])
+        yield from self._close()
 
     def _open(self, block: Json) -> Iterator[Json]:
         yield from self._close()
@@ -162,9 +158,7 @@ class GrowingMessage:
         self._is_open = False
         block, text = self.content[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = None  # it was cut off
-            with suppress(ValueError, RecursionError):
-                block["input"] = json.loads(text or "{}")
+            block["input"] = msgspec.Raw(text.encode())
         else:
             block[block["type"]] = text
         if signature := block.get("signature"):
@@ -177,11 +171,11 @@ class GrowingMessage:
         return len(self.content) - 1
 
 
-def usage_of(num_prompt: int, num_cached: int, num_output: int) -> Json:
-    """Anthropic counts what was cached apart from the rest of the prompt."""
+def usage_of(num_prompt: int, num_cached: int, num_created: int, num_output: int) -> Json:
+    """Anthropic counts what was cached, and what now is, apart from the rest of the prompt."""
     return {
-        "input_tokens": num_prompt - num_cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": num_prompt - num_cached - num_created,
+        "cache_creation_input_tokens": num_created,
         "cache_read_input_tokens": num_cached,
         "output_tokens": num_output,
     }
@@ -191,9 +185,8 @@ def reply_of(growing: GrowingMessage, output: RequestOutput) -> Json:
     [choice] = output.outputs
     for _ in growing.add(choice):
         pass
-    # A call that was cut off must not be run; the reason why it ends tells of it.
-    growing.content = [block for block in growing.content if block.get("input", {}) is not None]
-    usage = usage_of(len(output.prompt_token_ids), output.num_cached_tokens, len(choice.token_ids))
+    num_prompt, num_created = len(output.prompt_token_ids), output.num_cache_creation_tokens
+    usage = usage_of(num_prompt, output.num_cached_tokens, num_created, len(choice.token_ids))
     return growing.whole(usage) | growing.end_of(choice)
 
 

@@ -53,7 +53,7 @@ INERT: dict[str, tuple[Any, ...]] = (
     | _only("service_tier", "auto", "default")
     | _only("suffix", "")
     | _only("tool_choice", "none", "auto")
-    | _only("top_logprobs", 0)
+    | _only("no_repeat_ngram_size top_logprobs", 0)
     | _only("verbosity", "medium")
 )
 
@@ -357,7 +357,8 @@ def parse(kind: type[Kind], values: Any, where: str = "") -> Kind:
 def invalid(errors: Sequence[Any]) -> InvalidRequest:
     """The first of pydantic's errors as ours; `loc` is the path to the field."""
     first = errors[0]
-    steps = (*first["loc"], first["ctx"]["field"]) if first["type"] == "not_built" else first["loc"]
+    field = first.get("ctx", {}).get("field")  # where the fault was found before fields were looked at
+    steps = first["loc"] if field is None else (*first["loc"], field)
     path = [shown(str(step)) for step in steps]
     message = ": ".join(filter(None, (".".join(path), first["msg"].removeprefix("Value error, "))))
     return InvalidRequest(message, path[0] if path else None)

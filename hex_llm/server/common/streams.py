@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
@@ -29,6 +30,7 @@ from hex_llm.server.common.replies import Whole, openai_end, reply_of
 log = logging.getLogger(__name__)
 
 Pieces = AsyncGenerator[bytes, None]
+SILENT_S, COMMENT = 15.0, b":\n\n"  # which clients of server-sent events do not look at
 INLINE_WRITER = "hex_llm.inline_writer"  # of a scope: its connection's own InlineWriter, if it has one
 # Proxies must pass on each piece as it comes; the second is for nginx.
 HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
@@ -41,6 +43,21 @@ class InlineWriter(Protocol):
 
     def send_now(self, make: Callable[[], bytes]) -> bool:
         """Sends what the function makes, if that can be done without waiting; else it is not called."""
+
+
+class Silence:
+    """Fills it where what the engine says makes no piece for long, as within a call of a tool: proxies close
+    connections on which nothing comes."""
+
+    def __init__(self) -> None:
+        self._told_at = time.monotonic()
+
+    def filled(self, piece: bytes) -> bytes:
+        now = time.monotonic()
+        if not piece and now - self._told_at < SILENT_S:
+            return b""
+        self._told_at = now
+        return piece or COMMENT
 
 
 class AsgiWriter:
@@ -73,7 +90,7 @@ class ReplyStream:
     """
 
     def __init__(self, beginnings: Iterable[Beginning], render: Callable[[StreamDelta], bytes]) -> None:
-        self._render = render
+        self._make, self._silence = render, Silence()
         self._generation: Generation | None = None  # if there is but one, and one choice
         self._pieces = self._made(beginnings)
 
@@ -99,6 +116,9 @@ class ReplyStream:
                     raise_failure(one.delta)
                     if piece := await shaped(_size(one), partial(self._render, one)):
                         yield piece
+
+    def _render(self, news: StreamDelta) -> bytes:
+        return self._silence.filled(self._make(news))
 
     async def _of_one(self, generations: Sequence[Generation]) -> AsyncGenerator[StreamDelta, None]:
         [generation] = generations

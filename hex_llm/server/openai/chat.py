@@ -43,7 +43,7 @@ from hex_llm.text.chat import encode_chat
 from hex_llm.text.reasoning import ReasoningParser, format_name_for, may_reason, reasoning_parser
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.text.tool_calls import PARSERS, ForcedCall, ForcedCalls, forced_schema, parser_name_for, schemas
-from hex_llm.text.tool_formats import CallDelta, ToolParser
+from hex_llm.text.tool_formats import Call, ToolParser
 from hex_llm.types import CompletionOutput, FinishReason, RequestOutput
 
 log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class PreparedChat:
         reader = self.reader()
         news = reader.add(output.text, ended=True)
         return {
-            "message": self._message(news, cut=output.finish_reason is FinishReason.LENGTH),
+            "message": self._message(news),
             "logprobs": self.logprobs(output),
             **end_of(output),
             "finish_reason": reader.finish_reason(output.finish_reason),
@@ -204,10 +204,10 @@ class PreparedChat:
         reasoning, _ = self.new_reasoning_parser().add(output.text, ended=True)
         return min(len(self.tokenizer.encode(reasoning, add_special_tokens=False)), len(output.token_ids))
 
-    def _message(self, news: Fields, *, cut: bool) -> Fields:
-        calls = _joined(news.pop("tool_calls", ()))
-        if cut and calls and not _is_json(calls[-1]["function"]["arguments"]):
-            calls.pop()  # half a call is none
+    def _message(self, news: Fields) -> Fields:
+        calls = [
+            {name: call[name] for name in ("id", "type", "function")} for call in news.pop("tool_calls", ())
+        ]
         content = self.echoed + news.pop("content", "")
         spoken = {"role": "assistant", "content": content or (None if calls else "")}
         return {**spoken, **UNSAID, **news, **({"tool_calls": calls} if calls else {})}
@@ -262,23 +262,33 @@ def _prepare(backend: Backend, request: ChatRequest, config: ServerConfig, only_
         new_tool_parser = None  # the structure leaves no room for calls
     params = _for_calls(request, params, tool_choice, new_tool_parser)
     any_length = only_prompt or params.truncate_prompt_tokens is not None
-    text, ids = _encode(tokenizer, request, tool_choice, None if any_length else backend.max_len)
-    # An output of a given structure has no room for reasoning.
-    is_free = params.structured_outputs is None
-    new_reasoning_parser = _reasoning_parser(request, config, tokenizer, text) if is_free else None
-    if new_reasoning_parser is not None and new_reasoning_parser().needs_special_tokens:
-        params = replace(params, skip_special_tokens=False)
+    if request.kv_transfer_params is not None and (ids := request.kv_transfer_params.prompt_token_ids or []):
+        text = tokenizer.decode(ids[-100:], skip_special_tokens=False)  # of which only the end matters
+    else:
+        text, ids = _encode(tokenizer, request, tool_choice, None if any_length else backend.max_len)
+    structure = params.structured_outputs
+    new_reasoning_parser = _reasoning_parser(request, config, tokenizer, text, structure is not None)
+    if new_reasoning_parser is not None:
+        parser = new_reasoning_parser()
+        if structure is not None:
+            params = replace(params, structured_outputs=replace(structure, reasoning=parser.around))
+        elif parser.needs_special_tokens:
+            params = replace(params, skip_special_tokens=False)
     return PreparedChat(request, tokenizer, ids, params, new_tool_parser, new_reasoning_parser)
 
 
 def _reasoning_parser(
-    request: ChatRequest, config: ServerConfig, tokenizer: Tokenizer, prompt: str
+    request: ChatRequest, config: ServerConfig, tokenizer: Tokenizer, prompt: str, structured: bool
 ) -> Callable[[], ReasoningParser] | None:
     named = config.reasoning_parser
     name = named or format_name_for(request.chat_template or tokenizer.chat_template)
     if name in (None, "none") or not may_reason(str(name), request.chat_template_kwargs, prompt):
         return None
-    return partial(reasoning_parser, str(name), prompt[-100:], by_prompt=named is None)
+    new_parser = partial(
+        reasoning_parser, str(name), prompt[-100:], by_prompt=named is None, structured=structured
+    )
+    # A structure comes behind tags, and has no room for channels.
+    return None if structured and new_parser().needs_special_tokens else new_parser
 
 
 def _tool_parser(
@@ -377,7 +387,7 @@ class Reader:
             if reasoning and self._includes_reasoning:
                 # vLLM's newer name beside the one that everybody knows.
                 news["reasoning_content"] = news["reasoning"] = reasoning
-        calls: list[CallDelta] = []
+        calls: list[Call] = []
         if self._tools is not None:
             delta = self._tools.add(text, ended=ended)
             text, calls = delta.content, delta.calls
@@ -393,30 +403,9 @@ class Reader:
         return "tool_calls" if self._has_called and reason is FinishReason.STOP else reason
 
 
-def _call(delta: CallDelta) -> Fields:
-    begins = {} if delta.id is None else {"id": delta.id, "type": "function"}
-    function = given({"name": delta.name, "arguments": delta.arguments})
-    return {"index": delta.index, **begins, "function": function}
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _joined(deltas: Iterable[Fields]) -> list[Fields]:
-    """Whole calls."""
-    calls: dict[int, Fields] = {}
-    for delta in deltas:
-        function = {"name": "", "arguments": ""}
-        call = calls.setdefault(delta["index"], {"id": None, "type": "function", "function": function})
-        call["id"] = delta.get("id", call["id"])
-        for name, text in delta["function"].items():
-            call["function"][name] += text
-    return list(calls.values())
+def _call(call: Call) -> Fields:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 class GrowingMessage:

@@ -1,11 +1,11 @@
-"""/v1/embeddings, OpenAI's; /v1/score, vLLM's; and /v1/rerank, Jina's and Cohere's."""
+"""/v1/embeddings, OpenAI's; /v2/embed, Cohere's; /v1/score, vLLM's; and /v1/rerank, Jina's and Cohere's."""
 
 from __future__ import annotations
 
 import base64
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -23,20 +23,46 @@ from hex_llm.server.common.replies import Listed
 from hex_llm.server.common.replies import Whole as WholeReply
 from hex_llm.server.common.streams import unless_gone
 from hex_llm.server.openai.replies import Fields, check_model, usage
-from hex_llm.server.openai.schemas import Prompts, listed
+from hex_llm.server.openai.schemas import Prompts, PromptTexts, listed
 from hex_llm.types import RequestOutput
 
 # ---- bodies
 
 
+Encoding = Literal["float", "base64"]
+
+
 class PoolingRequest(EngineRequest):
     truncate_prompt_tokens: Whole | None = None
+    truncation_side: Literal["left", "right"] = "left"
 
 
 class EmbeddingRequest(PoolingRequest):
     input: Prompts
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Encoding = "float"
     dimensions: Whole | None = None
+
+
+class CohereRequest(EngineRequest):
+    """As to vLLM, `input_type` may be given only where a model has words for it, and none here has."""
+
+    texts: PromptTexts
+    embedding_types: Annotated[list[Encoding], Field(min_length=1, max_length=2)] = Field(["float"])
+    output_dimension: Whole | None = None
+    truncate: Literal["NONE", "START", "END"] = "END"
+    max_tokens: Whole | None = None
+
+    def plain(self) -> EmbeddingRequest:
+        if self.truncate == "NONE" and self.max_tokens is not None:
+            raise InvalidRequest.at("max_tokens", "only together with truncate")
+        shared = {name: getattr(self, name) for name in EngineRequest.model_fields}
+        return EmbeddingRequest(
+            **shared,
+            input=self.texts,
+            dimensions=self.output_dimension,
+            truncate_prompt_tokens=None if self.truncate == "NONE" else self.max_tokens or -1,
+            truncation_side="left" if self.truncate == "START" else "right",
+        )
 
 
 class ScoreRequest(PoolingRequest):
@@ -75,7 +101,9 @@ async def pooled(
     backend: Backend, body: PoolingRequest, prompts: Sequence[str | list[int]], *, embeds: bool = False
 ) -> list[RequestOutput]:
     backend.check_room(len(prompts))
-    params = pooling.pooling_params(backend.pooling, body.truncate_prompt_tokens, embeds=embeds)
+    params = pooling.pooling_params(
+        backend.pooling, body.truncate_prompt_tokens, body.truncation_side, embeds=embeds
+    )
 
     async def one(number: int, prompt: str | list[int]) -> RequestOutput:
         try:
@@ -100,22 +128,48 @@ def head(backend: Backend, body: PoolingRequest, prefix: str, outputs: Sequence[
     }
 
 
-async def embed(backend: Backend, body: EmbeddingRequest) -> WholeReply:
+async def embedded(
+    backend: Backend, body: EmbeddingRequest
+) -> tuple[list[RequestOutput], int, Callable[[RequestOutput, Encoding], Any]]:
+    """The outputs, their size, and how to write the vector of one."""
     how = backend.pooling
     pooling.check_dimensions(body.dimensions, how)
     outputs = await pooled(backend, body, listed(body.input), embeds=True)
 
-    def told(output: RequestOutput) -> Any:
+    def told(output: RequestOutput, encoding: Encoding) -> Any:
         vector = pooling.embedding(output, how, body.dimensions)
-        if body.encoding_format == "float":
+        if encoding == "float":
             return Listed(vector.tolist())
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
+    return outputs, len(outputs) * (body.dimensions or how.size), told
+
+
+async def embed(backend: Backend, body: EmbeddingRequest) -> WholeReply:
+    outputs, size, told = await embedded(backend, body)
+
     def make() -> Fields:
-        data = [{"object": "embedding", "index": i, "embedding": told(o)} for i, o in enumerate(outputs)]
+        vectors = [told(one, body.encoding_format) for one in outputs]
+        data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(vectors)]
         return {**head(backend, body, "embd", outputs), "data": data}
 
-    return WholeReply(len(outputs) * (body.dimensions or how.size), make)
+    return WholeReply(size, make)
+
+
+async def embed_by_type(backend: Backend, body: CohereRequest) -> WholeReply:
+    outputs, size, told = await embedded(backend, body.plain())
+    num_tokens = sum(len(one.prompt_token_ids) for one in outputs)
+
+    def make() -> Fields:
+        return {
+            "id": f"embd-{uuid.uuid4().hex}",
+            "embeddings": {kind: [told(one, kind) for one in outputs] for kind in body.embedding_types},
+            "texts": body.texts,
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": num_tokens}},
+            "response_type": "embeddings_by_type",
+        }
+
+    return WholeReply(size * len(body.embedding_types), make)
 
 
 async def scores(
@@ -154,6 +208,11 @@ def routes(backend: Backend, config: ServerConfig) -> APIRouter:
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         check_model(backend, config, body.model)
         return await unless_gone(request, embed(backend, body))
+
+    @router.post("/v2/embed")
+    async def cohere_embed(body: CohereRequest, request: Request) -> Response:
+        check_model(backend, config, body.model)
+        return await unless_gone(request, embed_by_type(backend, body))
 
     @router.post("/v1/score")
     @router.post("/score")

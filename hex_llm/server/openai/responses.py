@@ -22,7 +22,7 @@ from hex_llm.frontend.outputs import Delta, raise_failure
 from hex_llm.server.common.backend import Backend, answer, begin, served_name, size_of
 from hex_llm.server.common.body_route import BodyRoute
 from hex_llm.server.common.replies import Encoded, Listed, Whole, encode, problem_of
-from hex_llm.server.common.streams import Pieces, delta_size, streamed, unless_gone
+from hex_llm.server.common.streams import Pieces, Silence, delta_size, streamed, unless_gone
 from hex_llm.server.openai.chat import PreparedChat, prepare
 from hex_llm.server.openai.replies import Fields
 from hex_llm.server.openai.response_store import ResponseStore, StoredResponse
@@ -76,10 +76,11 @@ def begin_in_background(backend: Backend, talk: PreparedChat, growing: Growing) 
 
 
 async def events_of(backend: Backend, talk: PreparedChat, growing: Growing) -> Pieces:
+    silence = Silence()
     async with begin(backend, talk.prompt_ids, talk.request, talk.params) as generation:
         async for delta in generation:
             raise_failure(delta)
-            if events := await shaped(delta_size(delta), partial(growing.add, delta)):
+            if events := silence.filled(await shaped(delta_size(delta), partial(growing.add, delta))):
                 yield events
             if delta.finish_reason is not None:
                 output = generation.output()
@@ -118,7 +119,6 @@ class Growing:
         self._reasoning: list[str] = []
         self._num_events = 0
         self._item: Fields | None = None  # that is open
-        self._call_index = -1
         self._texts: list[str] = []  # of the open item
         # JSON, for it is told several times:
         self._logprobs: list[msgspec.Raw] = []  # of the open item
@@ -150,6 +150,10 @@ class Growing:
         if not self.response["output"]:  # a reply without words is one
             events += [*self._open("message"), *self._close("completed")]
         self.response["status"] = status
+        if self._request.enable_response_messages:
+            raw = self._talk.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+            self.response["input_messages"] = [_raw_message(raw, output.prompt_token_ids)]
+            self.response["output_messages"] = [_raw_message(choice.text, choice.token_ids)]
         if choice.finish_reason is FinishReason.LENGTH:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         return b"".join([*events, self._event(last, response=self.response)])
@@ -183,15 +187,13 @@ class Growing:
         self._logprobs += self._new_logprobs
         self._new_logprobs = []
 
-    def _call(self, delta: Fields) -> Iterator[bytes]:
-        function = delta["function"]
-        if delta["index"] != self._call_index:
-            yield from self._close("completed")
-            self._call_index = delta["index"]
-            yield from self._open("function_call", call_id=delta["id"], name=function["name"], arguments="")
-        if function["arguments"]:
-            self._texts.append(function["arguments"])
-            yield self._event("function_call_arguments.delta", **self._where(), delta=function["arguments"])
+    def _call(self, call: Fields) -> Iterator[bytes]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        yield from self._close("completed")
+        yield from self._open("function_call", call_id=call["id"], name=name, arguments="")
+        self._texts.append(arguments)
+        yield self._event("function_call_arguments.delta", **self._where(), delta=arguments)
+        yield from self._close("completed")
 
     def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
         if kind == "message":
@@ -248,9 +250,10 @@ class Growing:
         if reasoning := "".join(self._reasoning):  # counted without its tags
             to_ids = partial(self._talk.tokenizer.encode, reasoning, add_special_tokens=False)
             num_thought = len(await read(len(reasoning), to_ids))
+        cached, written = output.num_cached_tokens, output.num_cache_creation_tokens
         self.response["usage"] = {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": min(num_thought, num_output)},
             "total_tokens": num_prompt + num_output,
@@ -290,6 +293,11 @@ def _head(backend: Backend, request: ResponsesRequest, talk: PreparedChat) -> Fi
         "usage": None,
         "user": request.user or None,
     }
+
+
+def _raw_message(text: str, token_ids: list[int]) -> Fields:
+    """vLLM's, for who looks at what the model has seen and said."""
+    return {"type": "raw_message_tokens", "message": text, "tokens": Listed(token_ids)}
 
 
 def new_id(prefix: str) -> str:

@@ -186,6 +186,7 @@ class ResponsesRequest(OpenAIRequest):
     stream_options: StreamOptions | None = None  # type: ignore[assignment]
     store: bool | None = None
     background: bool = False
+    enable_response_messages: bool = False  # vLLM's
     previous_response_id: str | None = None
     conversation: Annotated[None, fault("conversations are not stored: see previous_response_id")] = None
     prompt: Annotated[None, fault("prompts are not stored: send it as input")] = None

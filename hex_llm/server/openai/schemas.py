@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from hex_llm.config import ServerConfig
 from hex_llm.errors import InvalidRequest
@@ -194,8 +195,23 @@ class CompletionRequest(OpenAIRequest):
     echo: bool | None = None
     add_special_tokens: bool = True
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_prompt(cls, values: Any) -> Any:
+        """In vLLM's words, which clients look for."""
+        if isinstance(values, dict) and values.get("prompt") is None:
+            reason = "Either prompt or prompt_embeds must be provided and non-empty."
+            raise PydanticCustomError("missing", "{reason}", {"field": "prompt", "reason": reason})
+        return values
+
     def prompts(self) -> Sequence[str | list[int]]:
         return listed(self.prompt)
+
+
+class KVTransfer(Body):
+    """What another server tells of the prompt that it has read; its keys and values cannot be fetched."""
+
+    prompt_token_ids: TokenIds | None = None
 
 
 class ChatRequest(OpenAIRequest):
@@ -205,6 +221,7 @@ class ChatRequest(OpenAIRequest):
     top_logprobs: Whole | None = None
     echo: bool = False  # the reply begins with the last message, if that is an assistant's
     metadata: dict[str, str] | None = None
+    kv_transfer_params: KVTransfer | None = None
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
     tool_choice: Annotated[
