@@ -124,7 +124,7 @@ def check(model: Model, arguments: tuple[Any, ...], mask: Mask, softcap: float |
     expected, stored = hasty(partial(reference.paged_attention, options=options), *arguments)
     np.testing.assert_array_equal(held[1:], as_held(stored)[1:])
     real = np.asarray(arguments[4].kv_slots) > 0
-    np.testing.assert_allclose(np.asarray(out)[real], np.asarray(expected)[real], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(out)[real], np.asarray(expected)[real], atol=3e-5)
     assert np.isfinite(np.asarray(out)).all(), "padding must stay finite"
 
 
