@@ -314,6 +314,11 @@ class EngineConfig:
     def cache_dir(self) -> Path:
         return Path(self.download_dir).expanduser()
 
+    @property
+    def devices_per_replica(self) -> int:
+        groups = 1 if self.disagg_topo is None else sum(map(int, self.disagg_topo.split(",")))
+        return self.tensor_parallel_size * groups
+
     def max_sequences(self, max_len: int, max_decode_seqs: int) -> int:
         """That may be waiting and running at one replica: enough for every burst that can be served in good
         time, and what fits into a share of the memory even if all of them are as long as can be."""

@@ -47,6 +47,8 @@ class LLM:
                 f"--data_parallel_size={num_replicas}: LLM has one replica, in this process; "
                 "the server has several"
             )
+        if self.config.coordinator_address is not None:
+            raise ConfigError("--coordinator_address: LLM has one host; the server has several")
         self._adapters = AdapterNames(self.config)
         self.engine, self.tokenizer = load_engine(self.config, progress=True)
 

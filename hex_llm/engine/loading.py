@@ -111,10 +111,10 @@ def build_engine(
             connect(mesh)
         runner, num_blocks = build(mesh)
         return Engine(config, runner.spec, runner, num_blocks, grammars, pooling, hosts)
-    num_prefilling, num_decoding = map(int, config.disagg_topo.split(","))
+    num_prefilling = int(config.disagg_topo.split(",")[0])
     if config.num_hosts > 1:
         raise ConfigError(f"--disagg_topo={config.disagg_topo} and --num_hosts do not go together yet")
-    devices = list(make_mesh(size * (num_prefilling + num_decoding)).devices.flat)
+    devices = list(make_mesh(config.devices_per_replica).devices.flat)
     parts = [build(make_mesh(size, devices[i : i + size])) for i in range(0, len(devices), size)]
     steppers = [Stepper(config, runner.spec, runner, num_blocks) for runner, num_blocks in parts]
     separate = SeparateSteppers(steppers[:num_prefilling], steppers[num_prefilling:])

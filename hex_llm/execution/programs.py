@@ -188,11 +188,7 @@ def described(
         case TakeBlocks(num_blocks):
             return ProgramSpec(take_blocks, (pages, _ints(num_blocks)), (), pages_lie)
         case PutBlocks(num_blocks):
-
-            def moved(one: Any) -> jax.ShapeDtypeStruct:
-                return jax.ShapeDtypeStruct((num_blocks, *one.shape[1:]), one.dtype, sharding=one.sharding)
-
-            arguments = (pages, _ints(num_blocks), jax.tree.map(moved, pages))
+            arguments = (pages, _ints(num_blocks), jax.tree.map(partial(_blocks, num_blocks), pages))
             return ProgramSpec(put_blocks, arguments, (0,), pages_lie)
         case WriteAdapter():
             assert context.adapters is not None
@@ -203,6 +199,10 @@ def described(
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _blocks(num: int, pages: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((num, *pages.shape[1:]), pages.dtype, sharding=pages.sharding)
 
 
 def take_blocks(pages: Pages, blocks: jax.Array) -> Pages:

@@ -19,9 +19,11 @@ def variables_of(config: EngineConfig, environ: Mapping[str, str]) -> list[dict[
     """For each replica. One alone takes what it finds; ConfigError: there are not enough for several."""
     if config.data_parallel_size == 1:
         return [{}]
-    platform, size = platform_of(environ), config.tensor_parallel_size
+    platform, size = platform_of(environ), config.devices_per_replica
     devices = devices_of(platform, environ)
     flags = f"--data_parallel_size={config.data_parallel_size}"
+    if config.coordinator_address is not None:
+        raise ConfigError(f"{flags} and --coordinator_address do not go together: one replica has many hosts")
     if (needed := config.data_parallel_size * size) > len(devices):
         hint = f"; for virtual ones set XLA_FLAGS={VIRTUAL}={needed}" if platform == "cpu" else ""
         raise ConfigError(

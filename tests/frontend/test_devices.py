@@ -15,6 +15,20 @@ def of(num_replicas: int, size: int, **environ: str) -> list[dict[str, str]]:
     return variables_of(config, environ)
 
 
+def test_those_who_prefill_and_decode_apart_need_devices_for_both() -> None:
+    config = EngineConfig(data_parallel_size=2, disagg_topo="1,2")
+    with pytest.raises(ConfigError, match="6 devices are needed, 3 for each replica"):
+        variables_of(config, {"JAX_PLATFORMS": "cpu"})
+
+
+def test_replicas_of_many_hosts_are_refused() -> None:
+    config = EngineConfig(data_parallel_size=2, num_hosts=2, coordinator_address="a:1", host_index=0)
+    with pytest.raises(
+        ConfigError, match="--data_parallel_size=2 and --coordinator_address do not go together"
+    ):
+        variables_of(config, {})
+
+
 def test_one_replica_takes_what_it_finds() -> None:
     assert of(1, 4, JAX_PLATFORMS="cuda") == [{}]
 
