@@ -139,7 +139,9 @@ def bnb_4bit(kind: str, *, nested: bool, size: int = 64) -> Format:
     def pack(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         codes, state = bnb.quantize_4bit(weight, blocksize=size, quant_type=kind, compress_statistics=nested)
         parts = {f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}
-        return parts | {"weight": codes}, bnb.dequantize_4bit(codes, state)
+        # As one row: on x86-64 bitsandbytes 0.50 expands blocks wrongly that go on in the next row.
+        state.shape = torch.Size([1, weight.numel()])
+        return parts | {"weight": codes}, bnb.dequantize_4bit(codes, state).reshape(weight.shape)
 
     name = f"bnb-{kind}-{size}" + "-double" * nested
     return Format(name, {"quant_method": "bitsandbytes", **config}, pack)
