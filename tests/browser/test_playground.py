@@ -87,6 +87,30 @@ def test_an_adapter_can_be_chosen(open_page: Open, backend: ScriptedBackend, url
         assert backend.asked[-1].adapter == adapter
 
 
+def test_two_adapters_answer_side_by_side(open_page: Open, backend: ScriptedBackend, url: str, keep: Keep):
+    backend.adapters = AdapterNames(EngineConfig(enable_lora=True, lora_modules="sql=gs://bucket/sql"))
+    backend.text = "The same words of both."
+    page = open_page(url)
+    set_knob(page, "dynamic_lora", "sql")
+    set_knob(page, "compare_lora", "none")
+    send(page)
+    until_idle(page)
+    assert {one.adapter for one in backend.asked} == {("sql", "gs://bucket/sql"), None}
+    assert page.locator(".pair .name").all_inner_texts() == ["sql", "no adapter"]
+    assert page.locator(".pair .body").all_inner_texts() == [backend.text] * 2
+    boxes = [one.bounding_box() for one in page.locator(".pair .answer").all()]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] < boxes[1]["x"]
+    keep(page, "side by side")
+    page.reload()
+    assert page.locator(".pair .body").count() == 2
+    set_knob(page, "compare_lora", "")
+    send(page)
+    until_idle(page)
+    assert len(backend.asked) == 3
+    assert page.locator(".answer").count() == 3
+
+
 @pytest.mark.parametrize("way", ["Escape", "button"])
 def test_stops(way: str, open_page: Open, serve: Serve):
     backend = ScriptedBackend(pause_at=14, text="The beginning, and then the end.")

@@ -1,10 +1,11 @@
 // The conversation: its turns, asking the server for the next one, and keeping all of it over a reload.
 //
 // A turn is {role: "user", text} or {role: "assistant", raw, choices: [{text, reasoning, tokens, finish}], chosen,
-// measured, busy, waiting, stopped, error}. Chats and raw prompts are two lists; each raw prompt stands alone.
+// measured, busy, waiting, stopped, error, name, beside}. `beside` is another adapter's answer, for comparison: the
+// conversation goes on from the first. Chats and raw prompts are two lists; each raw prompt stands alone.
 
 import { store, stored } from "./dom.js";
-import { requestOf, streamed } from "./request.js";
+import { requestOf, streamed, withAdapter } from "./request.js";
 import { stream } from "./stream.js";
 import { tokensOf } from "./tokens.js";
 import { viewOf } from "./turns.js";
@@ -13,6 +14,7 @@ const SAVE_MS = 1000;
 const MEASURABLE_S = 0.02; // what comes in less has come at once, and tells no speed
 const NAME = "hex.turns";
 const emptyChoice = () => ({ text: "", reasoning: "", tokens: [], finish: null });
+const answersOf = (turn) => (turn.beside ? [turn, turn.beside] : [turn]);
 
 export class Chat extends EventTarget {
   /** "change" is sent when it becomes busy or idle, longer or shorter; "growth" while an answer grows. */
@@ -21,7 +23,7 @@ export class Chat extends EventTarget {
     Object.assign(this, { thread, knobs, model });
     this.mode = stored("hex.mode", "chat");
     this.all = { chat: [], raw: [], ...stored(NAME, {}) };
-    for (const turn of [...this.all.chat, ...this.all.raw].filter((one) => one.busy)) {
+    for (const turn of [...this.all.chat, ...this.all.raw].flatMap(answersOf).filter((one) => one.busy)) {
       // The page was left in the middle of it.
       Object.assign(turn, { busy: false, waiting: null, stopped: true });
     }
@@ -84,8 +86,12 @@ export class Chat extends EventTarget {
     this.saving = null;
     if (store(NAME, this.all)) return;
     // No room: the tokens' alternatives take the most, and can be missed most easily.
-    const lean = (turns) => turns.map((turn) => ({ ...turn, choices: turn.choices?.map((choice) => ({ ...choice, tokens: [] })) }));
-    store(NAME, { chat: lean(this.all.chat), raw: lean(this.all.raw) });
+    const lean = (turn) => ({
+      ...turn,
+      choices: turn.choices?.map((choice) => ({ ...choice, tokens: [] })),
+      ...(turn.beside && { beside: lean(turn.beside) }),
+    });
+    store(NAME, { chat: this.all.chat.map(lean), raw: this.all.raw.map(lean) });
   }
 
   /** Draws all turns anew. */
@@ -101,20 +107,33 @@ export class Chat extends EventTarget {
 
   /** Answers `turns`, which become the conversation. As `send`. */
   ask(turns) {
-    let request;
+    const requests = [];
     try {
-      request = requestOf(this.mode, turns, this.knobs, this.model());
+      requests.push(requestOf(this.mode, turns, this.knobs, this.model()));
     } catch (error) {
       this.dispatchEvent(new CustomEvent("refused", { detail: error.message }));
       return false;
     }
     this.stop();
-    const turn = { role: "assistant", raw: this.mode === "raw", choices: [emptyChoice()], chosen: 0, busy: true };
-    this.all[this.mode] = [...turns, turn];
+    const other = this.knobs.values.compare_lora?.trim();
+    if (other) requests.push(withAdapter(requests[0], other));
+    const answers = requests.map(({ body }) => ({
+      role: "assistant", raw: this.mode === "raw", choices: [emptyChoice()], chosen: 0, busy: true,
+      ...(other && { name: body.dynamic_lora ?? "no adapter" }),
+    }));
+    if (other) answers[0].beside = answers[1];
+    this.all[this.mode] = [...turns, answers[0]];
     this.controller = new AbortController();
     this.draw();
-    this.answer(turn, this.views.at(-1), request, this.controller);
+    this.answerAll(answers, this.views.at(-1), requests, this.controller);
     return true;
+  }
+
+  async answerAll(answers, view, requests, controller) {
+    await Promise.all(requests.map((request, i) => this.answer(answers[i], view.parts[i], request, controller)));
+    if (this.controller === controller) this.controller = null;
+    this.dispatchEvent(new Event("change"));
+    this.save();
   }
 
   async answer(turn, view, { path, body }, controller) {
@@ -142,9 +161,6 @@ export class Chat extends EventTarget {
     }
     Object.assign(turn, { busy: false, waiting: null });
     view.update();
-    if (this.controller === controller) this.controller = null;
-    this.dispatchEvent(new Event("change"));
-    this.save();
   }
 
   /** Draws at most once a frame, and saves now and then. */

@@ -89,6 +89,7 @@ export const SECTIONS = [
   ]],
   ["Adapter", [
     area("dynamic_lora", "LoRA adapter", "none", "Its name, gs://…, or its id on the hub, where the server takes them.", (text) => text.trim()),
+    { name: "compare_lora", label: "Compare with", area: true, initial: "nothing", hint: "A second adapter, or “none”: both answer, side by side; the chat goes on from the first." },
   ]],
   ["Insight", [
     { name: "logprobs", label: "Token probabilities", check: true, hint: "Tints every token; hover for its alternatives." },

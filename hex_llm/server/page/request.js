@@ -16,6 +16,11 @@ export function requestOf(mode, turns, knobs, model) {
   return { path: "v1/chat/completions", body: { model, messages, ...fields, ...logprobs } };
 }
 
+/** The same request for another adapter; “none”: for the model itself. */
+export function withAdapter({ path, body: { dynamic_lora: _, ...body } }, name) {
+  return { path, body: name === "none" ? body : { ...body, dynamic_lora: name } };
+}
+
 export const streamed = (body) => ({ ...body, stream: true, stream_options: { include_usage: true } });
 
 function messageOf(turn) {

@@ -7,7 +7,21 @@ import { renderTokens } from "./tokens.js";
 
 /** `actions` is the chat; `insight()` whether tokens are to be shown. */
 export function viewOf(turn, index, actions, insight) {
-  return turn.role === "user" ? new UserView(turn, index, actions) : new AnswerView(turn, index, actions, insight);
+  if (turn.role === "user") return new UserView(turn, index, actions);
+  const answer = (one) => new AnswerView(one, index, actions, insight);
+  return turn.beside ? new PairView([answer(turn), answer(turn.beside)]) : answer(turn);
+}
+
+/** Two answers to one message, side by side. */
+class PairView {
+  constructor(parts) {
+    this.parts = parts;
+    this.element = h("div.pair", {}, ...parts.map((part) => part.element));
+  }
+
+  update() {
+    for (const part of this.parts) part.update();
+  }
 }
 
 class UserView {
@@ -49,13 +63,16 @@ class UserView {
 class AnswerView {
   constructor(turn, index, actions, insight) {
     Object.assign(this, { turn, index, actions, insight });
+    this.parts = [this];
+    const name = turn.name ? h("h3.name", { title: turn.name }, turn.name) : null;
     this.tabs = h("div.tabs", { role: "tablist", "aria-label": "Answers" });
     this.thoughts = h("div.thoughts");
     this.reasoning = h("details.reasoning", { hidden: true }, h("summary", {}, "Reasoning"), this.thoughts);
     this.body = h("div.body");
     this.error = h("div.error", { role: "alert", hidden: true });
     this.tools = h("div.tools");
-    this.element = h("article.turn.answer", { "aria-label": "Answer" }, this.tabs, this.reasoning, this.body, this.error, this.tools);
+    const label = turn.name ? `Answer of ${turn.name}` : "Answer";
+    this.element = h("article.turn.answer", { "aria-label": label }, name, this.tabs, this.reasoning, this.body, this.error, this.tools);
     this.update();
   }
 
