@@ -234,10 +234,12 @@ class Matcher:
             return False
         if self.stopped:
             return token_id in self._vocabulary.eos_ids
+        known, self._mask = self._mask, None  # whoever cannot go on has none
         with self._watched():
             accepted: bool = self._inner.try_consume_tokens([token_id]) == 1
-        if accepted:
-            self._mask = None
+        if not accepted:
+            self._mask = known
+        else:
             self.budget.seconds_left += FOLLOW_SECONDS_PER_TOKEN
         return accepted
 
