@@ -72,6 +72,7 @@ def test_op_by_op_gives_the_same(folder: Path, llm: LLM) -> None:
     assert tokens(eager, [LLAMA.prompt()], params) == tokens(llm, [LLAMA.prompt()], params)
 
 
+@pytest.mark.slow
 def test_after_warm_up_nothing_is_compiled(folder: Path, llm: LLM) -> None:
     flags = {**FLAGS, "max_model_len": 64, "max_decode_seqs": 5, "prefill_len_padding": 32}
     warm = LLM(model=folder, **flags, warmup=True)
@@ -81,7 +82,8 @@ def test_after_warm_up_nothing_is_compiled(folder: Path, llm: LLM) -> None:
     assert set(warm.engine.stepper.runner.compiled) == compiled
 
 
-@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 8])
 def test_devices_change_nothing(tmp_path: Path, devices: int) -> None:
     """2 KV heads: one for each of two devices, and each held four times by eight."""
     tiny = Tiny("wide", "LlamaForCausalLM", {"num_attention_heads": 8})

@@ -156,6 +156,7 @@ def await_first_tokens(address: str, num_requests: int, client: Any = httpx) -> 
         time.sleep(0.05)
 
 
+@pytest.mark.slow  # tests/test_readme.py serves it too
 def test_the_default_model_is_served_and_shut_down() -> None:
     process = start("--port=0", "--max_model_len=256", "--num_blocks=32", "--api-key=sesame")
     with serving(process) as (address, lines):
