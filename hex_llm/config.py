@@ -1,8 +1,8 @@
 """What a server is told before it starts: one frozen dataclass for each side, every field with its flag.
 
 A field carries all that is known of its flag: help, allowed values, other names, environment variables.
-`hex_llm.flags` makes the command line, the help and the
-README's table from that. A config is checked when it is made and never changed; derive with `replace`.
+`hex_llm.flags` makes the command line, the help and the README's table from that. A config is checked when it
+is made and never changed; derive with `replace`.
 """
 
 from __future__ import annotations

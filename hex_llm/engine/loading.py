@@ -21,7 +21,7 @@ from hex_llm.engine.separate import SeparateSteppers
 from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import Paddings
-from hex_llm.execution.kernel_choice import FLOAT8, Devices, Kernels, choose_kernels
+from hex_llm.execution.kernel_choice import DTYPES, FLOAT8, Devices, Kernels, choose_kernels
 from hex_llm.execution.leading import LeadingRunner
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks, shown_size, token_bytes
@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 # That may differ between the hosts of a replica; and what is secret is not told.
 OWN_FLAGS = ("host_index", "coordinator_address", "download_dir", "hf_token")
 MIN_FLOAT8 = 8.9  # of a GPU's compute capability
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, Tokenizer | None]:

@@ -30,6 +30,7 @@ from hex_llm.kernels import (
 from hex_llm.kernels.attention import LARGEST, PagedAttention
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.kernels.gpu_kernel import MIN_DOT
 from hex_llm.models.adapters import AddAdapters, add_by_all
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Weights
@@ -40,14 +41,8 @@ from hex_llm.weights.grouped import Form
 log = logging.getLogger(__name__)
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
-KV_DTYPES: dict[str, Any] = {
-    "bfloat16": jnp.bfloat16,
-    "float16": np.float16,
-    "float32": np.float32,
-    "fp8": FLOAT8,
-    "fp8_e4m3": FLOAT8,
-    "int8": np.int8,
-}
+DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+KV_DTYPES = DTYPES | {"fp8": FLOAT8, "fp8_e4m3": FLOAT8, "int8": np.int8}
 MAX_SINGLE = 32  # a launch for chunks costs more than reading what some tokens see several times
 
 
@@ -222,6 +217,6 @@ def _experts(spec: ModelSpec, devices: Devices) -> RoutedExperts:
 
 def _adapters(spec: ModelSpec, devices: Devices) -> AddAdapters:
     """The kernel makes of gates and ups what that of experts does. Over several devices it is not split."""
-    fits = gpu_experts.can_fuse(spec.activation, devices.dtype) and spec.head_dim % gpu_adapters.MIN_SIDE == 0
+    fits = gpu_experts.can_fuse(spec.activation, devices.dtype) and spec.head_dim % MIN_DOT == 0
     is_one_gpu = devices.platform == "gpu" and devices.num == 1
     return gpu_adapters.add_adapters if is_one_gpu and fits else add_by_all

@@ -20,9 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.experts import Activation
-from hex_llm.kernels.gpu_kernel import dot, index_grid, launched, next_power, read_tile
+from hex_llm.kernels.gpu_kernel import MIN_DOT, dot, index_grid, launched, next_power, read_tile
 
-MIN_SIDE = 16  # of a tile
 FEW_ROWS = 256  # decodes
 DEPTH = 128  # inputs at a time
 MIN_SPLIT = 4 * DEPTH  # the fewest inputs that are worth a program
@@ -64,7 +63,7 @@ def add_adapters(
 
 
 def _tile_rows(num_rows: int) -> int:
-    return min(max(next_power(num_rows), MIN_SIDE), 64 if num_rows <= FEW_ROWS else 128)
+    return min(max(next_power(num_rows), MIN_DOT), 64 if num_rows <= FEW_ROWS else 128)
 
 
 def _ranks(x: Array, down: Array, which: Array) -> Array:
@@ -90,7 +89,7 @@ def _ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, ro
 
     @pl.when(jnp.sum(is_own.astype(jnp.int32)) > 0)
     def multiply() -> None:
-        rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_SIDE))
+        rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
         here = jnp.minimum(rank, num_ranks - 1)
 
         def add(i: Array, total: Array) -> Array:
@@ -181,7 +180,7 @@ def _with_slots(
 ) -> Array:
     """total [R, C], and what the rows' own slots add to these outputs of one module."""
     num_slots, num_ranks = how.num_slots, up_ref.shape[1] // how.num_slots
-    rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_SIDE))
+    rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
     inside = None if len(rank) == num_ranks else rank < num_ranks
     has = (which > 0)[:, None] & (rank < num_ranks)[None, :]
     at = index_grid(row, (module * num_ranks + rank)[None, :])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,11 +25,12 @@ def write_kv(k: Array, v: Array, pages: KVPages, slots: Array) -> tuple[KVPages,
     # As the pages lie: what makes k and v, usually a rotation, then writes both in one go.
     kv = jnp.stack([k, v], axis=2).reshape(num_rows, -1)
     arrays: tuple[Array, ...]
+    write: Callable[..., None]
     if isinstance(pages, QuantizedPages):
         arrays = pages.words, pages.scales
         write = partial(_write_quantized, block_size=pages.shape[1], dtype=pages.dtype)
     else:
-        arrays, kv, write = (pages,), kv.astype(pages.dtype), partial(_write_plain)
+        arrays, kv, write = (pages,), kv.astype(pages.dtype), _write_plain
     held = arrays[0]
     arrays = held.reshape(-1, math.prod(held.shape[2:])), *arrays[1:]
 
