@@ -22,10 +22,11 @@ from hex_llm.execution.batch import StepShape, batch_of, num_choices, parts_of
 from hex_llm.execution.results import CHOICE_SIZE, first_token_ids, pack_choices, pack_tokens
 from hex_llm.execution.sampling import Chosen, Features, adjusted, choose, logprobs_of, no_logprobs, tokens
 from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_blocks
+from hex_llm.kernels.adapters import AddAdapters
 from hex_llm.kernels.attention import KVPages, Options, PagedAttention
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.models import decoder
-from hex_llm.models.adapters import HEAD, Adapted, AddAdapters, SlotMatrices, Slots, adapt, add_by_all
+from hex_llm.models.adapters import HEAD, Adapted, SlotMatrices, Slots, adapt, add_by_all
 from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec

@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from hex_llm.kernels.adapters import Fused
 from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.gpu_kernel import MIN_DOT, dot, index_grid, launched, next_power, read_tile
 
@@ -27,21 +28,6 @@ DEPTH = 128  # inputs at a time
 MIN_SPLIT = 4 * DEPTH  # the fewest inputs that are worth a program
 MAX_SPLITS = 4  # programs that share the inputs of a row; all of the second product read what each leaves
 TOGETHER = 8  # slots of decodes whose reads overlap
-
-
-class Fused(NamedTuple):
-    """How the modules of a matrix share its outputs: one after another along one axis."""
-
-    axis: int = 0
-    starts: tuple[int, ...] = ()  # of the second and later ones
-
-    @property
-    def num_modules(self) -> int:
-        return 1 + len(self.starts)
-
-    def range_of(self, module: int, size: int) -> tuple[int, int]:
-        ends = (0, *self.starts, size)
-        return ends[module], ends[module + 1]
 
 
 def add_adapters(
@@ -53,7 +39,7 @@ def add_adapters(
     which: Array,
     activation: Activation | None = None,
 ) -> Array:
-    """See models.adapters.AddAdapters. out [T, *outputs], x [T, K], down [slots, modules * ranks, K],
+    """See kernels.adapters.AddAdapters. out [T, *outputs], x [T, K], down [slots, modules * ranks, K],
     up [*outputs, slots, ranks]; which [T] counts slots from 1, 0: none."""
     flat = out.reshape(len(x), -1)
     ranks = _ranks(x, down.reshape(*down.shape[:2], -1), which)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hex_llm.kernels.adapters import AddAdapters, Fused
 from hex_llm.kernels.experts import Activation
-from hex_llm.kernels.gpu_adapters import Fused
 from hex_llm.models.linear import Dense, linear
 from hex_llm.models.params import FeedForward, Param, Piece, Weights, abstract_weights
 from hex_llm.models.spec import ModelSpec
@@ -34,21 +34,6 @@ class SlotMatrices:
 
 
 Slots = dict[str, SlotMatrices]  # by the path of their matrix in the tree of weights
-
-
-class AddAdapters(Protocol):
-    def __call__(
-        self,
-        out: jax.Array,  # [T, *outputs]
-        x: jax.Array,  # [T, inputs]
-        down: jax.Array,
-        up: jax.Array,
-        fused: Fused,
-        which: jax.Array,  # [T] each row's slot
-        activation: Activation | None = None,
-    ) -> jax.Array:
-        """`out` and what each row's own adapter adds; with an activation, outputs [F, 2] become [F]."""
-        ...
 
 
 def add_by_all(

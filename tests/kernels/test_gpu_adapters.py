@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels.gpu_adapters import Fused, add_adapters
+from hex_llm.kernels.adapters import Fused
+from hex_llm.kernels.gpu_adapters import add_adapters
 from hex_llm.models.adapters import add_by_all
 from tests.kernels.lowering import lowered_for_gpus
 
