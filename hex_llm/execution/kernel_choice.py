@@ -31,7 +31,7 @@ from hex_llm.kernels.adapters import AddAdapters
 from hex_llm.kernels.attention import LARGEST, PagedAttention
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import RoutedExperts
-from hex_llm.kernels.gpu_kernel import MIN_DOT
+from hex_llm.kernels.gpu_launch import MIN_DOT
 from hex_llm.models.adapters import add_by_all
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Weights

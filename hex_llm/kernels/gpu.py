@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 
 from hex_llm.kernels import gpu_cudnn
 from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Options, as_held, first_key
-from hex_llm.kernels.gpu_kernel import LAST, MIN_DOT, Begun, Cache, Tiling, WorkItem, attend, next_power
+from hex_llm.kernels.gpu_kernel import LAST, Begun, Cache, Tiling, WorkItem, attend
+from hex_llm.kernels.gpu_launch import MIN_DOT, next_power
 from hex_llm.kernels.gpu_write import write_kv
 
 MAX_GROUP = 64  # query heads per KV head

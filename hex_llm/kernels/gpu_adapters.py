@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.adapters import Fused
 from hex_llm.kernels.experts import Activation
-from hex_llm.kernels.gpu_kernel import MIN_DOT, dot, index_grid, launched, next_power, read_tile
+from hex_llm.kernels.gpu_launch import MIN_DOT, dot, index_grid, launched, next_power, read_tile
 
 FEW_ROWS = 256  # decodes
 DEPTH = 128  # inputs at a time

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.experts import ExpertOptions, by_expert, combined
-from hex_llm.kernels.gpu_kernel import dot, index_grid, launched, next_power, read_tile
+from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power, read_tile
 
 MIN_ROWS, MAX_ROWS = 16, 128
 

@@ -13,7 +13,6 @@ It does not know how its work is best cut: that is gpu.py's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels import gpu_codes
+from hex_llm.kernels import gpu_codes, gpu_launch
 from hex_llm.kernels.attention import (
     BYTE,
     HIDDEN,
@@ -36,11 +35,18 @@ from hex_llm.kernels.attention import (
     QuantizedPages,
     first_key,
 )
+from hex_llm.kernels.gpu_launch import (
+    MIN_DOT,
+    both,
+    dot,
+    index_grid,
+    launched,
+    load_rows,
+    next_power,
+)
 
 LAST = 2**31 - 1  # after every position
 LOG2_E = math.log2(math.e)
-
-MIN_DOT = 16  # the least side of a matrix product
 
 Parts = tuple[Array, ...]  # of the columns of a head: one, or its halves
 # (scores' running maximum, their weights' running sum, the running sum of weighted values)
@@ -225,7 +231,7 @@ def _attend_block(program: Program, item: WorkItem) -> None:
     else:
         position = plgpu.load(inputs.positions.at[row], mask=valid, other=0)
         lowest, highest = jnp.min(jnp.where(valid, position, LAST)), jnp.max(position)
-    mask = _both(valid, program.inside, at.shape)
+    mask = both(valid, program.inside, at.shape)
     block = Block(item, inputs.rows[start], row, head, position, valid, parts, mask, lowest, highest)
     if program.continues:
         pl.when(item.stop_all < 0)(lambda: _store(program, block, (jnp.zeros(at.shape),) * len(parts)))
@@ -235,7 +241,7 @@ def _attend_block(program: Program, item: WorkItem) -> None:
 def _attend_split(program: Program, block: Block) -> None:
     """Attends to the keys of a split and stores the result, of a block with several splits a part of it."""
     inputs, tiling = program.inputs, program.tiling
-    query = tuple(_load(inputs.q, block.row, at, block.valid, program.inside) for at in block.at)
+    query = tuple(load_rows(inputs.q, block.row, at, block.valid, program.inside) for at in block.at)
     running = _start(block.at)
     if program.continues:
         running = _continued(program, block)
@@ -267,7 +273,7 @@ def _continued(program: Program, block: Block) -> Softmax:
     chunk = block.table - program.inputs.num_decodes[0] + 1
     logs = plgpu.load(state.logs.at[chunk, block.head, nth], mask=taken, other=0)
     peak = jnp.where(taken, logs * (LOG2_E / _factor(program.options)), NO_PEAK)
-    out = (_load(state.out, block.row, at, taken, program.inside).astype(jnp.float32) for at in block.at)
+    out = (load_rows(state.out, block.row, at, taken, program.inside).astype(jnp.float32) for at in block.at)
     return peak, taken.astype(jnp.float32), tuple(out)
 
 
@@ -295,7 +301,7 @@ def _read(program: Program, slot: Array, there: Any, dtype: Any, nth: int) -> tu
     """Keys (the 0th of a slot) or values; and their scales, if they have any, yet to be applied."""
     inputs, code_dtype = program.inputs, program.code_dtype
     at = (program.head * 2 + nth) * program.width + program.column[None, :]
-    held = _load(inputs.pages, slot, at, there, program.inside)
+    held = load_rows(inputs.pages, slot, at, there, program.inside)
     if code_dtype is None:
         return (held.astype(dtype),), None
     size = program.block_size
@@ -306,7 +312,7 @@ def _read(program: Program, slot: Array, there: Any, dtype: Any, nth: int) -> tu
 
 def _codes(words: Array, j: int, code_dtype: Any, dtype: Any) -> Array:
     """The low or high codes of words."""
-    if interpreted() or dtype == jnp.float32:
+    if gpu_launch.interpreted() or dtype == jnp.float32:
         code = (words.astype(jnp.int32) >> BYTE * j).astype(jnp.uint8)
         return lax.bitcast_convert_type(code, code_dtype).astype(dtype)
     is_whole = code_dtype == jnp.int8
@@ -328,7 +334,7 @@ def _store_part(program: Program, block: Block, running: Softmax) -> None:
         plgpu.store(outputs.parts.at[(item.part, *index_grid(nth, at))], part, mask=block.mask)
     logs = peak * _factor(program.options) + jnp.log2(total)
     plgpu.store(outputs.totals.at[item.part, nth, block.head], logs, mask=block.valid)
-    if not interpreted():
+    if not gpu_launch.interpreted():
         plgpu.debug_barrier()
     num_ended = plgpu.atomic_add(outputs.semaphores.at[item.start, program.head], (), jnp.int32(1))
     is_last = num_ended == item.num_splits - 1
@@ -350,7 +356,7 @@ def _merged(program: Program, block: Block, at: Array) -> Array:
         parts = [
             plgpu.load(
                 outputs.parts.at[(place, *index_grid(nth, at))],
-                mask=_both(mask, program.inside, at.shape),
+                mask=both(mask, program.inside, at.shape),
                 other=0,
             )
             for place, mask in zip(places, there, strict=True)
@@ -410,7 +416,7 @@ def _accumulate(
     if visible is not None:
         scores = jnp.where(visible, scores, HIDDEN)
     dtype = values[0].dtype
-    exp2 = _fast_exp2 if dtype != jnp.float32 and not interpreted() else jnp.exp2
+    exp2 = _fast_exp2 if dtype != jnp.float32 and not gpu_launch.interpreted() else jnp.exp2
     factor, new_peak = _factor(options), jnp.maximum(peak, jnp.max(scores, axis=1))
     weights = exp2(scores * factor - (new_peak * factor)[:, None])  # exactly 0 where hidden
     shrink = exp2((peak - new_peak) * factor)
@@ -435,67 +441,6 @@ def _fast_exp2(x: Array) -> Array:
     return out
 
 
-def dot(a: Array, b: Array) -> Array:
-    exact = a.dtype == jnp.float32
-    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _load(ref: Any, row: Array, column: Array, there: Array | None, inside: Array | None) -> Array:
-    """ref[row [R], column [1 or R, C]]; 0 where a row is not there or a column not inside."""
-    shape = (len(row), column.shape[1])
-    mask = _both(there, inside, shape)
-    return plgpu.load(ref.at[index_grid(row, column)], mask=mask, other=None if mask is None else 0)
-
-
-def read_tile(ref: Any, leading: tuple[Array, ...], row: Array, column: Array, inside: Array | None) -> Array:
-    """ref[*leading, row [R], column [C]]; 0 where a column is not inside."""
-    index = (*leading, *index_grid(row, column[None, :]))
-    mask = _both(None, inside, (len(row), len(column)))
-    return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
-
-
-def index_grid(row: Array, column: Array) -> tuple[Array, Array]:
-    shape = (len(row), column.shape[1])
-    return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column, shape)
-
-
-def _both(there: Array | None, inside: Array | None, shape: tuple[int, ...]) -> Array | None:
-    rows = None if there is None else jnp.broadcast_to(there[:, None], shape)
-    columns = None if inside is None else jnp.broadcast_to(inside[None, :], shape)
-    if rows is None or columns is None:
-        return columns if rows is None else rows
-    return rows & columns
-
-
 def _start(parts: Parts) -> Softmax:
     rows = len(parts[0])
     return jnp.full(rows, NO_PEAK), jnp.zeros(rows), tuple(jnp.zeros(part.shape) for part in parts)
-
-
-def launched(
-    kernel: Callable[..., None],
-    grid: tuple[int, ...],
-    out: Any,
-    warps: int,
-    stages: int,
-    aliases: dict[int, int] | None = None,
-) -> Callable[..., Any]:
-    """A kernel that sees all arrays whole, since it finds its way through tables."""
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out),
-        input_output_aliases=aliases or {},
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=interpreted(),
-    )
-
-
-def interpreted() -> bool:
-    return jax.default_backend() == "cpu"
-
-
-def next_power(n: int) -> int:
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()

@@ -22,9 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
+from hex_llm.kernels import gpu_launch
 from hex_llm.kernels.experts import GatedMatrix
 from hex_llm.kernels.gpu_codes import CENTRE, MAGIC, assembled, whole_numbers
-from hex_llm.kernels.gpu_kernel import dot, index_grid, interpreted, launched, next_power
+from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power
 
 SLAB = 32  # inputs that one shift gives
 WORD = 16  # bits
@@ -209,7 +210,7 @@ def _multiply_kernel(
 
 def _codes(words: Array, j: int, bits: int, dtype: Any) -> Array:
     """The j-th code of each word, less CENTRE."""
-    if interpreted():
+    if gpu_launch.interpreted():
         codes = words >> (bits * j) & (2**bits - 1)
         signed = codes.astype(jnp.uint8).view(jnp.int8) if bits == 8 else codes.astype(jnp.int32) - CENTRE[4]
         return signed.astype(dtype)
@@ -220,7 +221,7 @@ def _weights(words: Array, j: int, bits: int, scale: Array, rest: Array | None, 
     """That code times the scale, and the rest."""
     rest = jnp.zeros_like(scale) if rest is None else rest
     each = [jnp.broadcast_to(one.astype(dtype)[:, None], words.shape) for one in (scale, rest)]
-    if interpreted():
+    if gpu_launch.interpreted():
         return _codes(words, j, bits, dtype) * each[0] + each[1]
     multiplied = f"fma.rn.{MAGIC[dtype][0]} $0, f, $2, $3;"
     return assembled(f"{whole_numbers(j, bits, dtype)} {multiplied}", dtype, words, *each)

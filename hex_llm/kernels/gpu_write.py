@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.attention import KVPages, QuantizedPages, quantized
-from hex_llm.kernels.gpu_kernel import index_grid, launched, next_power
+from hex_llm.kernels.gpu_launch import index_grid, launched, next_power
 
 
 def write_kv(k: Array, v: Array, pages: KVPages, slots: Array) -> tuple[KVPages, Array]:

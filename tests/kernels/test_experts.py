@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_kernel, tpu_experts
+from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_launch, tpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Tiling
 from hex_llm.models.decoder import ACTIVATIONS
@@ -169,7 +169,7 @@ def test_lowers_for_gpus(num_tokens: int, dtype: Any, options: ExpertOptions, mo
     """As far as that goes without a GPU: to Triton's own language."""
     if jax.default_backend() != "cpu":
         pytest.skip("it runs here")
-    monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
+    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
     given = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype)
     function = partial(gpu_experts.fused_moe, options=options._replace(bias=biases(options)))
     assert lowered_for_gpus(function, *given).count("triton") >= 2

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels import gpu, gpu_kernel, reference
+from hex_llm.kernels import gpu, gpu_kernel, gpu_launch, reference
 from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Mask, Options, QuantizedPages, quantized
 from tests.kernels.lowering import lowered_for_gpus
 
@@ -173,7 +173,7 @@ def test_a_row_does_not_depend_on_its_neighbours(decodes: list[int], chunks: lis
     alone = Batch(*tokens, batch.tables[:1], jnp.int32(not chunks), batch.max_chunks)
     out, _ = run(gpu.paged_attention, (q[:first], k[:first], v[:first], pages, alone), options=options)
     # Interpreted, XLA may sum otherwise on one processor than on another.
-    np.testing.assert_allclose(together[:first], out, rtol=0, atol=1e-7 if gpu_kernel.interpreted() else 0)
+    np.testing.assert_allclose(together[:first], out, rtol=0, atol=1e-7 if gpu_launch.interpreted() else 0)
 
 
 def test_keys_before_the_window_are_not_read() -> None:
@@ -229,7 +229,7 @@ def test_lowers_for_gpus(
     """As far as that goes without a GPU: to Triton's own language."""
     if jax.default_backend() != "cpu":
         pytest.skip("it runs here")
-    monkeypatch.setattr(gpu_kernel, "interpreted", lambda: False)
+    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
     arguments = ragged(DECODES, CHUNKS, dtype=dtype, kv_dtype=kv_dtype, group=3, head_dim=96, num_padding=2)
 
     def attend(*arguments: Any) -> Any:

@@ -75,7 +75,7 @@ def test_gates(which: list[int], fused: Fused) -> None:
 
 @pytest.mark.parametrize("activation", [None, jax.nn.silu])
 def test_lowers_for_gpus(activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hex_llm.kernels.gpu_kernel.interpreted", lambda: False)
+    monkeypatch.setattr("hex_llm.kernels.gpu_launch.interpreted", lambda: False)
     case = Case(PROMPTS, (64, 2), 1024, 16, 16, Fused(1, (1,)), jnp.bfloat16)
     *matrices, fused, which = arrays(case)
     text = lowered_for_gpus(lambda *given: add_adapters(*given, fused, which, activation), *matrices)

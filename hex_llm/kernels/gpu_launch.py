@@ -1,0 +1,75 @@
+"""What the Pallas-Triton kernels share: how one is launched, and how tiles are read and multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+MIN_DOT = 16  # the least side of a matrix product
+
+
+def launched(
+    kernel: Callable[..., None],
+    grid: tuple[int, ...],
+    out: Any,
+    warps: int,
+    stages: int,
+    aliases: dict[int, int] | None = None,
+) -> Callable[..., Any]:
+    """A kernel that sees all arrays whole, since it finds its way through tables."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out),
+        input_output_aliases=aliases or {},
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpreted(),
+    )
+
+
+def interpreted() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def next_power(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
+def dot(a: Array, b: Array) -> Array:
+    exact = a.dtype == jnp.float32
+    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def load_rows(ref: Any, row: Array, column: Array, there: Array | None, inside: Array | None) -> Array:
+    """ref[row [R], column [1 or R, C]]; 0 where a row is not there or a column not inside."""
+    shape = (len(row), column.shape[1])
+    mask = both(there, inside, shape)
+    return plgpu.load(ref.at[index_grid(row, column)], mask=mask, other=None if mask is None else 0)
+
+
+def read_tile(ref: Any, leading: tuple[Array, ...], row: Array, column: Array, inside: Array | None) -> Array:
+    """ref[*leading, row [R], column [C]]; 0 where a column is not inside."""
+    index = (*leading, *index_grid(row, column[None, :]))
+    mask = both(None, inside, (len(row), len(column)))
+    return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
+
+
+def index_grid(row: Array, column: Array) -> tuple[Array, Array]:
+    shape = (len(row), column.shape[1])
+    return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column, shape)
+
+
+def both(there: Array | None, inside: Array | None, shape: tuple[int, ...]) -> Array | None:
+    rows = None if there is None else jnp.broadcast_to(there[:, None], shape)
+    columns = None if inside is None else jnp.broadcast_to(inside[None, :], shape)
+    if rows is None or columns is None:
+        return columns if rows is None else rows
+    return rows & columns
