@@ -59,7 +59,14 @@ def test_several_prompts_in_one_prefill(folder: Path, llm: LLM) -> None:
     assert tokens(together, prompts) == tokens(llm, prompts)
 
 
-@pytest.mark.parametrize("flags", [{"block_size": 8}, {"block_size": 2048}, {"decode_blocks_padding": 1}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"block_size": 8},
+        pytest.param({"block_size": 2048}, marks=pytest.mark.slow),
+        pytest.param({"decode_blocks_padding": 1}, marks=pytest.mark.slow),
+    ],
+)
 def test_memory_layout_changes_nothing(folder: Path, llm: LLM, flags: dict[str, Any]) -> None:
     prompts = [LLAMA.prompt(0), LLAMA.prompt(1)[:5]]
     assert tokens(LLM(model=folder, **{**FLAGS, **flags}), prompts) == tokens(llm, prompts)
@@ -114,6 +121,7 @@ def judged(folder: Path, tiny: Tiny, **config: Any) -> list[int]:
     return greedy_tokens(model, tiny.prompt(), 20)
 
 
+@pytest.mark.slow
 def test_sliding_window_override(tmp_path: Path) -> None:
     wider = judged(tmp_path, MISTRAL, sliding_window=20)
     assert tokens(LLM(model=tmp_path, **FLAGS, sliding_window=20), [MISTRAL.prompt()]) == [wider]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,7 @@ class ByteCodec:
         return bytes([token_id - FIRST_BYTE]) if known else specials.get(token_id, b"")
 
 
+@cache
 def byte_tokenizer(chat_template: str | None = TEMPLATE, codec: ByteCodec | None = None) -> Tokenizer:
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     return Tokenizer(codec or ByteCodec(), (EOS,), names, chat_template)

@@ -33,6 +33,7 @@ def generate(llm: LLM, prompts: list[str], num_tokens: int) -> list[tuple[list[i
     return [(out.prompt_token_ids, out.outputs[0].token_ids) for out in outputs]
 
 
+@pytest.mark.slow
 def test_capital_of_france(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     [out] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)

@@ -25,7 +25,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-LIKE_OTHERS = ("MistralForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM", "Phi3ForCausalLM")
+LIKE_OTHERS = {architecture for architecture, _ in CASES} - {"LlamaForCausalLM", "MixtralForCausalLM"}
 
 
 @pytest.mark.parametrize(

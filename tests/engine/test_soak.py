@@ -128,7 +128,7 @@ def soak(folder: Path, tiny: Tiny, flags: dict[str, Any], num_requests: int) -> 
     assert pool.num_free == pool.num_usable, "blocks leaked"
 
 
-@pytest.mark.parametrize("which", [1, 3])
+@pytest.mark.parametrize("which", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_some_odd_flags(tmp_path: Path, which: int) -> None:
     soak(tmp_path, *COMBINATIONS[which], 120)
 

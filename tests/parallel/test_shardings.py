@@ -23,7 +23,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("tiny", CASES, ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "tiny",
+    [pytest.param(tiny, marks=[pytest.mark.slow] * (tiny.name in ("gemma2", "mixtral"))) for tiny in CASES],
+    ids=lambda tiny: tiny.name,
+)
 def test_two_sums_a_layer_and_no_weight_moves(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny.config()
     config.architectures = [tiny.architecture]

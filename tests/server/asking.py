@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import httpx
+from fastapi import FastAPI
 
 from hex_llm.config import ServerConfig
 from hex_llm.server.app import create_app
@@ -24,9 +25,34 @@ NULLS = ("service_tier", "system_fingerprint", "kv_transfer_params", "prompt_log
 JSON = {"content-type": "application/json"}
 
 
+class Current:
+    """A backend that is another for each request: making an app takes far longer than answering one."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self.backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+APPS: dict[tuple[ServerConfig, str, int], tuple[FastAPI, Current]] = {}
+
+
+def app_around(backend: FakeBackend, config: ServerConfig) -> FastAPI:
+    key = (config, backend.model_name, id(backend.tokenizer))  # what an app keeps of its first backend
+    if key not in APPS:
+        if len(APPS) == 8:
+            APPS.clear()
+        current = Current(backend)
+        APPS[key] = create_app(cast(Any, current), config), current
+    app, current = APPS[key]
+    current.backend = backend
+    return app
+
+
 def ask(backend: FakeBackend, method: str, path: str, **given: Any) -> httpx.Response:
-    """One request to a new app; `config` are fields of ServerConfig."""
-    app = create_app(backend, ServerConfig(**given.pop("config", {})))
+    """One request; `config` are fields of ServerConfig."""
+    app = app_around(backend, ServerConfig(**given.pop("config", {})))
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
