@@ -32,7 +32,10 @@ Client = local.EngineClient
 local.EngineClient = lambda config, name: Client(config, name, client.WORKER)
 from hex_llm.cli import main; sys.exit(main())
 """
-ENVIRONMENT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"}
+ENVIRONMENT = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 FLAGS = (
     "--no-warmup",
     "--skip_tokenizer_init",

@@ -42,7 +42,7 @@ from tools.hosts import (
     hosts,
     two_networks,
 )
-from tools.kill_replicas import HUNG_S, Load, check
+from tools.kill_replicas import Load, check
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,13 +55,14 @@ CONFIG = {
     "max_position_embeddings": 256,
 }
 CUT_S = 10.0
+COMPILED_S = 120.0  # a request that comes first waits until its programs are compiled
 BACK_S = 600.0  # the engines of both hosts are loaded again, on whatever cores there are
 ENDS = {"done", "error told", "refused 500", "refused 503"}
 
 
 def tokens_of(address: str) -> list[int]:
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    reply = httpx.post(f"{address}/v1/completions", json=body, timeout=HUNG_S)
+    reply = httpx.post(f"{address}/v1/completions", json=body, timeout=COMPILED_S)
     ids: list[int] = reply.raise_for_status().json()["choices"][0]["token_ids"]
     return ids
 
@@ -73,8 +74,9 @@ async def back(address: str, num_engines: int, expected: list[int] | None = None
         assert time.monotonic() < until, "it does not come back"
         await asyncio.sleep(0.25)
         try:
-            stats = (await asyncio.to_thread(httpx.get, f"{address}/stats", timeout=30)).json()
-            if [one["state"] for one in stats["engines"]] == ["serving"] * num_engines:
+            reply = await asyncio.to_thread(httpx.get, f"{address}/stats", timeout=30)
+            engines = reply.raise_for_status().json()["engines"]  # 503: none serves yet
+            if [one["state"] for one in engines] == ["serving"] * num_engines:
                 tokens = await asyncio.to_thread(tokens_of, address)
                 assert expected in (None, tokens), (expected, tokens)
                 return tokens
@@ -86,7 +88,7 @@ async def hit_again_and_again(
     address: str, num_engines: int, hit: Callable[[], None], times: int, name: str, echoes: bool = False
 ) -> None:
     expected = await back(address, num_engines)
-    load = Load(address, num_clients=6, echoes=echoes, num_tokens=(5, 30, 200))
+    load = Load(address, num_clients=6, echoes=echoes, num_tokens=(5, 30, 200), hung_s=COMPILED_S)
     running, draw, slowest = asyncio.create_task(load.run()), random.Random(1), 0.0
     for _ in range(times):
         await asyncio.sleep(draw.uniform(0.2, 4))
@@ -208,6 +210,7 @@ def main() -> None:
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kill_hosts-")))
         (folder / "config.json").write_text(json.dumps(CONFIG))
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
         run(given, folder, flags)
 
 

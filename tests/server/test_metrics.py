@@ -207,6 +207,7 @@ def test_apps_do_not_share_their_numbers() -> None:
             "/stats",
             {
                 "running": 0,
+                "prefilling": 0,
                 "waiting": 0,
                 "kv_usage": 0.0,
                 "prefix_hit_rate": None,
@@ -214,7 +215,9 @@ def test_apps_do_not_share_their_numbers() -> None:
                 "engines": [
                     {
                         "state": "loading",
+                        "host": 0,
                         "running": 0,
+                        "prefilling": 0,
                         "waiting": 0,
                         "kv_usage": 0.0,
                         "prefix_hit_rate": None,
