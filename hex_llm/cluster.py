@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+from hex_llm import __version__
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
 
 DEFAULT_PORT = 8476
+# That may differ between hosts; and what is secret is not told.
+OWN_FLAGS = ("host_index", "coordinator_address", "download_dir", "hf_token", "cluster_key")
 
 
 def located(config: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
@@ -33,11 +36,46 @@ def located(config: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
         raise ConfigError(
             f"--host_index={config.host_index}: there are {config.num_hosts} hosts (--num_hosts)"
         )
+    check_replicas(config)
     return config
 
 
+def check_replicas(config: EngineConfig) -> None:
+    """Those on other hosts must be whole ones, and whoever speaks with them must know the key."""
+    num, num_hosts = config.data_parallel_size, config.num_hosts
+    if num == 1 or num_hosts == 1 or config.coordinator_address is None:
+        return
+    if num % num_hosts:
+        raise ConfigError(f"--data_parallel_size={num} cannot be divided by --num_hosts={num_hosts}")
+    if config.cluster_key is None:
+        raise ConfigError("replicas on other hosts need --cluster_key: one secret, the same on all hosts")
+
+
+def port_of(config: EngineConfig, replica: int) -> int:
+    """Of host 0, where the host of a replica meets it."""
+    assert config.coordinator_address is not None
+    return int(config.coordinator_address.rpartition(":")[2]) + replica
+
+
+def agreed_facts(config: EngineConfig) -> dict[str, str]:
+    """What must be the same on all hosts, as far as flags tell; commits of models are host 0's choice."""
+    flags = {f"--{name}": str(value) for name, value in asdict(config).items() if name not in OWN_FLAGS}
+    for name in ("--model", "--tokenizer"):
+        flags[name] = flags[name].partition("@")[0]
+    return {"hex_llm": __version__, **flags}
+
+
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first of the facts that are not the same."""
+    for name in (*ours, *theirs):
+        if ours.get(name) != theirs.get(name):
+            return f"{name}={ours.get(name)}"[:200], f"{name}={theirs.get(name)}"[:200]
+    return None
+
+
 def devices_per_host(config: EngineConfig) -> int:
-    """Of one replica."""
+    if config.data_parallel_size > 1:
+        return config.replicas_per_host * config.devices_per_replica
     per_host, rest = divmod(config.tensor_parallel_size, config.num_hosts)
     if rest:
         raise ConfigError(

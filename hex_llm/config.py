@@ -134,16 +134,28 @@ class EngineConfig:
     seed: int = model_flag(0, "Seeds everything; a request's own seed wins for that request.", low=0)
 
     num_hosts: int = engine_flag(
-        1, "The hosts that one replica spans.", aliases=("nnodes",), deprecated=("num_nodes",)
+        1,
+        "The hosts that one replica spans or, with data_parallel_size, that the replicas are divided over.",
+        aliases=("nnodes",),
+        deprecated=("num_nodes",),
     )
     host_index: int = engine_flag(
         0, "Which of these hosts this one is; 0 answers clients.", low=0, aliases=("node_rank",)
     )
     coordinator_address: str | None = engine_flag(
         None,
-        "HOST:PORT of host 0, where the hosts of a replica find each other.",
+        "HOST:PORT of host 0, where the hosts find each other.",
         unset="as a TPU slice's or a LeaderWorkerSet's environment says",
         aliases=("dist_init_addr",),
+    )
+    cluster_key: str | None = engine_flag(
+        None,
+        "A secret of at least 16 characters that all hosts share, where replicas are on several.",
+        unset="with Ray, a new one at every start",
+        env=("HEX_LLM_CLUSTER_KEY",),
+        pattern=r".{16,}",
+        form="at least 16 characters",
+        secret=True,
     )
     disagg_topo: str | None = engine_flag(
         None,
@@ -161,7 +173,7 @@ class EngineConfig:
     )
     worker_distributed_method: str = engine_flag(
         "mp",
-        "Who starts the other hosts of a replica: their own command lines, or Ray.",
+        "Who starts what runs on other hosts: their own command lines, or Ray.",
         choices=("mp", "ray"),
         aliases=("distributed_executor_backend",),
         switches={"use_ray": ("ray", "mp")},
@@ -319,13 +331,18 @@ class EngineConfig:
         groups = 1 if self.disagg_topo is None else sum(map(int, self.disagg_topo.split(",")))
         return self.tensor_parallel_size * groups
 
+    @property
+    def replicas_per_host(self) -> int:
+        num_hosts = 1 if self.coordinator_address is None else self.num_hosts
+        return max(self.data_parallel_size // num_hosts, 1)
+
     def max_sequences(self, max_len: int, max_decode_seqs: int) -> int:
         """That may be waiting and running at one replica: enough for every burst that can be served in good
         time, and what fits into a share of the memory even if all of them are as long as can be."""
         if self.max_concurrent_requests is not None:
             return self.max_concurrent_requests
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        share = int(memory * QUEUE_SHARE) // self.data_parallel_size
+        share = int(memory * QUEUE_SHARE) // self.replicas_per_host
         fit = share // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
         return max(2 * max_decode_seqs, min(max(1024, 16 * max_decode_seqs), fit))
 

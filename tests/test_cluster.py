@@ -37,6 +37,16 @@ def test_flags_come_before_the_environment(flags, environ, expected):
             {},
             "--host_index=2: there are 2 hosts",
         ),
+        (
+            {"num_hosts": 2, "coordinator_address": "h:1", "data_parallel_size": 3},
+            {},
+            "--data_parallel_size=3 cannot be divided by --num_hosts=2",
+        ),
+        (
+            {"num_hosts": 2, "coordinator_address": "h:1", "data_parallel_size": 2},
+            {},
+            "replicas on other hosts need --cluster_key",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told(flags, environ, message):

@@ -68,6 +68,7 @@ ENGINE_DEFAULTS = {
     "num_hosts": 1,
     "host_index": 0,
     "coordinator_address": None,
+    "cluster_key": None,
     "disagg_topo": None,
     "data_parallel_size": 1,
     "tensor_parallel_size": 1,
@@ -166,7 +167,8 @@ def test_a_config_is_derived_and_never_changed() -> None:
 
 
 def test_secrets_are_not_printed() -> None:
-    assert "s3cret" not in f"{EngineConfig(hf_token='s3cret')} {ServerConfig(api_key='s3cret')}"
+    engine = EngineConfig(hf_token="s3cret", cluster_key="s3cret s3cret s3cret")
+    assert "s3cret" not in f"{engine} {ServerConfig(api_key='s3cret')}"
     with pytest.raises(ConfigError, match=r"--api_key=\*\*\*"):
         ServerConfig(api_key=["s3cret"])  # type: ignore[arg-type]
 

@@ -87,6 +87,7 @@ BUILT: dict[str, Any] = {
     "num_hosts": 4,
     "host_index": 1,
     "coordinator_address": "host:1234",
+    "cluster_key": "sixteen letters!",
     "disagg_topo": "3,1",
     "data_parallel_size": 2,
     "tensor_parallel_size": 16,

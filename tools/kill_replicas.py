@@ -35,6 +35,7 @@ config = ServerConfig(host="127.0.0.1", port=0, stuck_timeout=3, drain_timeout=1
 local.serve(EngineConfig(skip_tokenizer_init=True, data_parallel_size=2), config)
 """
 NUM_CLIENTS = 24
+PAUSE_S = 0.2  # after a refusal
 HUNG_S = 30  # longer than the time to notice a stopped engine and to end its requests
 
 
@@ -54,22 +55,35 @@ def start(num_fronts: int) -> tuple[subprocess.Popen[str], str, list[psutil.Proc
 class Load:
     """Clients that stream one reply after another, and what became of each."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(
+        self,
+        address: str,
+        num_clients: int = NUM_CLIENTS,
+        echoes: bool = True,  # the engine's tokens are those of the prompt
+        num_tokens: tuple[int, ...] = (5, 50, 400),
+        hung_s: float = HUNG_S,
+    ) -> None:
+        self.address, self._hung_s = address, hung_s
+        self._num_clients, self._echoes, self._num_tokens = num_clients, echoes, num_tokens
         self.ends: Counter[str] = Counter()
         self.is_over = False
         self.slowest_s = 0.0
 
     async def run(self) -> None:
-        async with httpx.AsyncClient(timeout=HUNG_S, limits=httpx.Limits(max_connections=None)) as client:
-            await asyncio.gather(*(self._ask(client, 5 + i) for i in range(NUM_CLIENTS)))
+        async with httpx.AsyncClient(
+            timeout=self._hung_s, limits=httpx.Limits(max_connections=None)
+        ) as client:
+            await asyncio.gather(*(self._ask(client, 5 + i) for i in range(self._num_clients)))
 
     async def _ask(self, client: httpx.AsyncClient, token: int) -> None:
         draw = random.Random(token)
         while not self.is_over:
-            num_tokens, began = draw.choice((5, 50, 400)), time.monotonic()
-            self.ends[await self._stream(client, token, num_tokens)] += 1
+            num_tokens, began = draw.choice(self._num_tokens), time.monotonic()
+            end = await self._stream(client, token, num_tokens)
+            self.ends[end] += 1
             self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+            if end.startswith("refused"):
+                await asyncio.sleep(PAUSE_S)
 
     async def _stream(self, client: httpx.AsyncClient, token: int, num_tokens: int) -> str:
         body = {"prompt": [token], "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
@@ -87,7 +101,7 @@ class Load:
                         return "error told" if not ends else "TWO ENDS"
                     for choice in data["choices"]:
                         ids = choice.get("token_ids") or []
-                        if set(ids) - {token}:
+                        if self._echoes and set(ids) - {token}:
                             return "WRONG TOKENS"
                         got += len(ids)
                         ends += choice["finish_reason"] is not None

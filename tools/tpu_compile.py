@@ -85,14 +85,16 @@ class Program:
 
 
 def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Program]:
-    """The step that decodes, without and with adapters, the one that prefills two prompts, the logits and the
-    choice of tokens."""
+    """The step that decodes, without and with adapters, the one that prefills two prompts, the logits, the
+    choice of tokens, and what moves a prompt's blocks from those who prefill to those who decode."""
     spec, mesh = setting.spec, setting.mesh
     keys: dict[str, programs.Key] = {
         **step_shapes(sizes),
         "adapted": StepShape(sizes.batch, sizes.batch, 0, adapted=True),
         "logits": programs.Logits(sizes.batch),
         "choice": programs.Choose(sizes.batch),
+        "take": programs.TakeBlocks(sizes.context // sizes.block_size),
+        "put": programs.PutBlocks(sizes.context // sizes.block_size),
     }
     layout_of_adapters = AdapterLayout(spec, mesh, np.dtype(DTYPE), *ADAPTERS)
     slots_of_adapters = described_params(layout_of_adapters.params(ADAPTERS[0]), mesh)
@@ -244,7 +246,8 @@ def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) 
     """The least time of a chip: a decode reads its weights, its sequences' keys and values, and the head, as
     logits do; a prefill multiplies each token with the weights that it needs (of experts, those chosen)."""
     read, head = local_bytes(weights.layers), local_bytes(weights.lm_head)
-    kept = local_bytes(pages) / (pages[0].shape[0] * sizes.block_size) * sizes.batch * sizes.context
+    of_one = local_bytes(pages) / (pages[0].shape[0] * sizes.block_size) * sizes.context
+    kept = of_one * sizes.batch
     used = 0.0
     for layer, w in zip(spec.layers, weights.layers, strict=True):
         experts = layer.experts
@@ -257,6 +260,7 @@ def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) 
         "prefill": sizes.prefill * used / chip.flops,  # 2 operations and 2 bytes for each weight
         "logits": head / chip.bandwidth,
         "choice": 0.0,
+        **dict.fromkeys(("take", "put"), 2 * of_one / chip.bandwidth),
     }
 
 

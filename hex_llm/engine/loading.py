@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hex_llm import __version__
+from hex_llm.cluster import agreed_facts
 from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine, Stepper
 from hex_llm.engine.separate import SeparateSteppers
@@ -46,8 +46,6 @@ from hex_llm.weights.source import fetch_for
 
 log = logging.getLogger(__name__)
 
-# That may differ between the hosts of a replica; and what is secret is not told.
-OWN_FLAGS = ("host_index", "coordinator_address", "download_dir", "hf_token")
 MIN_FLOAT8 = 8.9  # of a GPU's compute capability
 
 
@@ -244,6 +242,8 @@ def resolve_dtype(name: str, platform: str) -> np.dtype[Any]:
 
 def with_hosts(config: EngineConfig) -> EngineConfig:
     """Joins the others. Public notebooks pass --num_hosts=4 on a single host: what fits there runs there."""
+    if config.coordinator_address is not None and config.data_parallel_size > 1:
+        return replace(config, num_hosts=1)  # each has whole replicas
     if config.coordinator_address is not None:
         join(config)
         return config
@@ -259,6 +259,5 @@ def with_hosts(config: EngineConfig) -> EngineConfig:
 
 def facts_of(config: EngineConfig, files: ModelFiles) -> dict[str, str]:
     """What must be the same on all hosts of a replica."""
-    flags = {f"--{name}": str(value) for name, value in asdict(config).items() if name not in OWN_FLAGS}
-    version = {"hex_llm": __version__, "jax": jax.__version__}
-    return {**version, "a config.json": str(sorted(files.config.items())), **flags}
+    model = {"--model": str(config.model), "a config.json": str(sorted(files.config.items()))}
+    return {"jax": jax.__version__, **agreed_facts(config), **model}

@@ -67,7 +67,8 @@ class SeparateSteppers:
     def stats(self) -> Stats:
         each = [one.stats for one in self.steppers]
         waited = [one for stats in each for one in stats.waited]
-        return msgspec.structs.replace(summed(each), waited=waited)
+        prefilling = sum(len(one.scheduler.running) for one in self.prefilling)
+        return msgspec.structs.replace(summed(each), waited=waited, num_prefilling=prefilling)
 
     def step(self, book: RequestBook) -> bool:
         """Until there is something to tell, or nothing in flight, or others should have their turn."""

@@ -56,7 +56,7 @@ def _room(config: EngineConfig, devices: list[jax.Device]) -> float:
         raise ConfigError("the devices do not say how much memory is free: set --num_blocks")
     if devices[0].platform == "cpu":
         num_here = sum(device.process_index == jax.process_index() for device in devices)
-        free = min(free * CPU_SHARE, CPU_CAP / num_here) / config.data_parallel_size
+        free = min(free * CPU_SHARE, CPU_CAP / num_here) / config.replicas_per_host
     return free * config.hbm_utilization_factor
 
 

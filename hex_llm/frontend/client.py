@@ -20,7 +20,7 @@ from typing import Any, Unpack
 
 from hex_llm.admission import Limits, make_request
 from hex_llm.config import EngineConfig
-from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, QueueFull
+from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest, ModelError, QueueFull
 from hex_llm.frontend.beside import read
 from hex_llm.frontend.devices import variables_of
 from hex_llm.frontend.outputs import OutputCollector
@@ -39,6 +39,8 @@ from hex_llm.weights.source import fetch_for, pinned
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-P", "-m", "hex_llm.engine.worker")
+BY_MEMORY = ("max_blocks", "max_sequences")  # the limits that depend on it
+REMOTE = (sys.executable, "-P", "-m", "hex_llm.launch.remote")  # stands in for one on another host
 
 
 class EngineClient:
@@ -63,11 +65,16 @@ class EngineClient:
         self.request_timeout_s = 0.0  # what a request may take in all; 0: any
         self.stuck_timeout_s = 20.0  # that an engine may be silent
         self.step_timeout_s = 300.0  # for a step; 0: any
-        variables = variables_of(config, os.environ)
-        self.replicas = [Replica(self, command, each) for each in variables]
+        self.replicas = [Replica(self, command, each) for each in variables_of(config, os.environ)]
+        self._num_here = len(self.replicas)
+        elsewhere = range(self._num_here, config.data_parallel_size)
+        self.replicas += [Replica(self, (*REMOTE, str(i)), {}) for i in elsewhere]
+        for i, one in enumerate(self.replicas):
+            one.status.host = i // self._num_here
         self.room = Room(*(one.requests.places for one in self.replicas))
         self.router = Router(len(self.replicas))
         self._restarting: asyncio.Task[None] | None = None
+        self._adopting = asyncio.Lock()
 
     @property
     def ready(self) -> bool:
@@ -100,11 +107,15 @@ class EngineClient:
         """Returns when all engines serve; raises why one could not be loaded, and nothing is left then."""
         # Once: the tokenizer and the engines that follow these are of the same version of the model.
         self.config = await asyncio.to_thread(pinned, self.config)
-        first, *others = [one.supervisor for one in self.replicas]
-        starting: list[asyncio.Future[None]] = []
+        supervisors = [one.supervisor for one in self.replicas]
+        here, elsewhere = supervisors[: self._num_here], supervisors[self._num_here :]
+
+        async def start_here() -> None:
+            await here[0].start()  # which fetches and compiles what the others then find
+            await asyncio.gather(*(one.start() for one in here[1:]))
+
+        starting = [asyncio.create_task(job) for job in (start_here(), *(one.start() for one in elsewhere))]
         try:
-            await first.start()  # which fetches and compiles what the others then find
-            starting = [asyncio.ensure_future(one.start()) for one in others]
             await asyncio.gather(*starting)
         except BaseException:
             for one in starting:
@@ -145,17 +156,23 @@ class EngineClient:
         log.info("the replicas were restarted")
 
     async def adopt(self, ready: Ready) -> None:
-        """Takes over the limits of a process that is ready; it serves when this returns."""
-        if self.limits is None:
-            # Now: the engine has fetched the files, and two must not do so at the same time.
-            tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
-            if tokenizer is not None and self.chat_template is not None:
-                tokenizer = replace(tokenizer, chat_template=self.chat_template)
-            self.tokenizer = tokenizer
-            self.sampling_defaults = await asyncio.to_thread(sampling_defaults, self.config)
-        # What is free differs from one to the other; a request is to fit wherever it is sent.
-        fewest = min(one.status.limits.max_blocks for one in self.replicas if one.status.limits)
-        self.limits = replace(ready.limits, max_blocks=fewest)
+        """Takes over the limits of a process that is ready; it serves when this returns. ModelError: it has
+        another model than the others."""
+        async with self._adopting:
+            if self.limits is None:
+                # Now: the engine has fetched the files, and two must not do so at the same time.
+                tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
+                if tokenizer is not None and self.chat_template is not None:
+                    tokenizer = replace(tokenizer, chat_template=self.chat_template)
+                self.tokenizer = tokenizer
+                self.sampling_defaults = await asyncio.to_thread(sampling_defaults, self.config)
+            # What is free differs from one to the other; a request is to fit wherever it is sent.
+            all_limits = [one.status.limits for one in self.replicas if one.status.limits]
+            least = {name: min(getattr(one, name) for one in all_limits) for name in BY_MEMORY}
+            limits = replace(ready.limits, **least)
+            if self.limits is not None and replace(self.limits, **least) != limits:
+                raise ModelError(f"the replicas disagree: {self.limits} and {limits}")
+            self.limits = limits
         log.info("sequences that may run and wait: %d (--max_concurrent_requests)", self.max_sequences)
 
     # ---- requests

@@ -16,15 +16,14 @@ TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 def variables_of(config: EngineConfig, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """For each replica. One alone takes what it finds; ConfigError: there are not enough for several."""
+    """For each replica of this host. One alone takes what it finds; ConfigError: there are not enough for
+    several."""
     if config.data_parallel_size == 1:
         return [{}]
     platform, size = platform_of(environ), config.devices_per_replica
     devices = devices_of(platform, environ)
     flags = f"--data_parallel_size={config.data_parallel_size}"
-    if config.coordinator_address is not None:
-        raise ConfigError(f"{flags} and --coordinator_address do not go together: one replica has many hosts")
-    if (needed := config.data_parallel_size * size) > len(devices):
+    if (needed := config.replicas_per_host * size) > len(devices):
         hint = f"; for virtual ones set XLA_FLAGS={VIRTUAL}={needed}" if platform == "cpu" else ""
         raise ConfigError(
             f"{flags}: {needed} devices are needed, {size} for each replica, and there are "

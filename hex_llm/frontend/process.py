@@ -113,13 +113,8 @@ class EngineProcess:
         return ""
 
     def kill(self) -> None:
-        """All of its children too, in whatever session, stopped or not."""
         if self.is_running:
-            for pid in (self.pid, *_descendants(self.pid)):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            kill_family(self.pid)
 
     async def end(self, timeout_s: float) -> None:
         """After its present step or, if that or loading takes longer than `timeout_s`, at once."""
@@ -166,7 +161,8 @@ class Supervisor:
             watcher.add_done_callback(self._watchers.discard)
             level = logging.getLogger("hex_llm").getEffectiveLevel()
             told = self._settings
-            process.link.send(protocol.Start(told.config, level, told.log_format, told.num_fronts))
+            is_again = self._serving is not None
+            process.link.send(protocol.Start(told.config, level, told.log_format, told.num_fronts, is_again))
             await self._owner.adopt(await self._loaded)
             if self._status.state not in STARTING:
                 raise EngineStopped(self._status.state.value)
@@ -270,6 +266,15 @@ class Supervisor:
                 self._lose(protocol.error_of(kind, message))
             case _:
                 await self._owner.take(report)
+
+
+def kill_family(leader: int) -> None:
+    """A session's leader and all of its children, in whatever session, stopped or not."""
+    for pid in (leader, *_descendants(leader)):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _descendants(pid: int) -> Iterable[int]:

@@ -41,6 +41,7 @@ class Start(msgspec.Struct, tag=True):
     log_level: int
     log_format: str = "text"
     num_fronts: int = 1  # front ends, which are all reported to
+    is_again: bool = False  # after one that served
 
 
 class Add(msgspec.Struct, tag=True):

@@ -35,6 +35,7 @@ class Stats(msgspec.Struct, array_like=True, kw_only=True):
     # Now:
     num_running: int = 0  # sequences
     num_waiting: int = 0
+    num_prefilling: int = 0  # of those that run, at workers that do nothing else (--disagg_topo)
     num_blocks: int = 0  # that sequences may hold
     num_free_blocks: int = 0
     num_cached_blocks: int = 0  # that can be found by the prefix which they hold, free or not
@@ -61,6 +62,7 @@ class EngineStatus:
     """How an engine is; its client keeps this."""
 
     state: EngineState = EngineState.LOADING
+    host: int = 0  # where it is
     progress: str = "starting"  # of loading
     memory: str = ""  # where it goes, in words
     stats: Stats = field(default_factory=Stats)

@@ -26,6 +26,7 @@ from hex_llm.cluster import located
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
 from hex_llm.frontend.client import EngineClient
+from hex_llm.frontend.devices import variables_of
 from hex_llm.ipc.stats import EngineState
 from hex_llm.launch.connection import SEND_BUFFER, connection
 from hex_llm.launch.fronts import Fronts
@@ -49,7 +50,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     sys.setswitchinterval(TURN_S)
     engine_config = located(engine_config, os.environ)
     if engine_config.host_index:
-        run_loop(follow(EngineClient(engine_config)))
+        serve_host(engine_config)
         return
     check_fronts(engine_config, server_config)
     if engine_config.worker_distributed_method == "ray" and engine_config.num_hosts > 1:
@@ -59,6 +60,16 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
             serve_clients(engine_config, server_config)
     else:
         serve_clients(engine_config, server_config)
+
+
+def serve_host(config: EngineConfig) -> None:
+    """A host other than the first, until that ends or a signal comes."""
+    if config.data_parallel_size > 1:
+        from hex_llm.launch.remote import lend
+
+        lend(config, variables_of(config, os.environ))
+    else:
+        run_loop(follow(EngineClient(config)))
 
 
 def serve_clients(engine_config: EngineConfig, server_config: ServerConfig) -> None:

@@ -1,7 +1,7 @@
-"""`--worker_distributed_method=ray`: a Ray cluster finds the other hosts of a replica, and starts them.
+"""`--worker_distributed_method=ray`: a Ray cluster finds the other hosts, and starts what runs there.
 
 Ray places processes and tells of their end; tensors and tokens never pass through it. On each further node an
-actor starts `python -m hex_llm.launch.ray`, which follows the first host as `hex-llm serve` would there.
+actor starts `python -m hex_llm.launch.ray`, which does there what `hex-llm serve` would.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from hex_llm.cluster import devices_per_host
+from hex_llm.cluster import check_replicas, devices_per_host
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
-from hex_llm.frontend.client import EngineClient
 from hex_llm.frontend.devices import platform_of
 from hex_llm.frontend.process import environment
 from hex_llm.logs import log_from
@@ -71,11 +71,15 @@ class RayHosts:
 
     def __init__(self, ray: Any, config: EngineConfig) -> None:
         self._ray = ray
-        per_host = devices_per_host(config)
         here = ray.util.get_node_ip_address()
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-        self.config = replace(config, coordinator_address=f"{here}:{port}", host_index=0)
+        self.config = replace(
+            config,
+            coordinator_address=f"{here}:{free_port(config.data_parallel_size)}",
+            host_index=0,
+            cluster_key=config.cluster_key or secrets.token_hex(32),
+        )
+        check_replicas(self.config)
+        per_host = devices_per_host(self.config)
         kind = {"gpu": "GPU", "tpu": "TPU"}.get(platform_of(os.environ))
         self._each = {"CPU": 1} if kind is None else {"CPU": 1, kind: per_host}
         first = {**self._each, f"node:{here}": 0.001}
@@ -122,6 +126,16 @@ class RayHosts:
                     self._actors[index] = self._start(index)
 
 
+def free_port(num_ports: int) -> int:
+    """With as many free ones from it on."""
+    while True:
+        with ExitStack() as opened, suppress(OSError, OverflowError):
+            port: int = opened.enter_context(socket.create_server(("", 0))).getsockname()[1]
+            for i in range(1, num_ports):
+                opened.enter_context(socket.create_server(("", port + i)))
+            return port
+
+
 class Host:
     """Runs on a further node, in an actor's process; what it starts ends with it."""
 
@@ -139,7 +153,7 @@ class Host:
 
 
 def main() -> None:
-    from hex_llm.launch.local import follow, run_loop
+    from hex_llm.launch.local import serve_host
 
     config, level = json.loads(sys.stdin.readline())
     log_from(level, "text")
@@ -150,7 +164,7 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_actor, daemon=True).start()
-    run_loop(follow(EngineClient(EngineConfig(**config))))
+    serve_host(EngineConfig(**config))
 
 
 if __name__ == "__main__":

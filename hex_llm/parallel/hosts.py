@@ -5,6 +5,7 @@ All that knows jax's private parts is in this file; pyproject.toml bounds its ve
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
 import threading
@@ -19,7 +20,7 @@ from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hex_llm.cluster import devices_per_host
+from hex_llm.cluster import devices_per_host, difference
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
 from hex_llm.parallel.links import Follower, Leader
@@ -82,7 +83,7 @@ def devices_of(config: EngineConfig) -> list[jax.Device]:
 def link(config: EngineConfig, facts: Mapping[str, str]) -> Leader | Follower:
     """With the other hosts, of which all must tell the same `facts`. On the leader it returns when all others
     have connected."""
-    check_agreed(gathered("\0".join(f"{name}={value}" for name, value in facts.items()).encode()))
+    check_agreed([json.loads(told) for told in gathered(json.dumps(facts).encode())])
     if config.host_index:
         return Follower(gathered(b"")[0], config.host_index)
     assert config.coordinator_address is not None
@@ -92,12 +93,10 @@ def link(config: EngineConfig, facts: Mapping[str, str]) -> Leader | Follower:
     return leader
 
 
-def check_agreed(told: list[bytes]) -> None:
-    first = told[0].decode().split("\0")
+def check_agreed(told: list[dict[str, str]]) -> None:
     for host, facts in enumerate(told):
-        for ours, theirs in zip(first, facts.decode().split("\0"), strict=False):
-            if ours != theirs:
-                raise ConfigError(f"the hosts disagree: host 0 has {ours:.200}, host {host} {theirs:.200}")
+        if found := difference(told[0], facts):
+            raise ConfigError(f"the hosts disagree: host 0 has {found[0]}, host {host} {found[1]}")
 
 
 def least(number: int | None) -> int | None:

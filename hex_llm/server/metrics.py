@@ -200,7 +200,9 @@ class Metrics(Observer):
 
     def now(self) -> dict[str, Any]:
         """The state of the engines in a few numbers."""
-        each = [{"state": one.state.name.lower(), **_numbers(one.stats)} for one in self.engines]
+        each = [
+            {"state": one.state.name.lower(), "host": one.host, **_numbers(one.stats)} for one in self.engines
+        ]
         return {**_numbers(total(self.engines)), "engines": each}
 
     def orca(self, form: str) -> str:
@@ -268,6 +270,8 @@ class _EngineNumbers(Collector):
         s = engine_status.stats
         gauges = (
             ("hex_llm:engine_serves", "1: it does.", engine_status.state is EngineState.SERVING),
+            ("hex_llm:engine_host", "Which of the hosts it is on.", engine_status.host),
+            ("hex_llm:prefilling", "Of the sequences, those at workers for prefill.", s.num_prefilling),
             ("vllm:num_requests_running", "Sequences in execution.", s.num_running),
             ("vllm:num_requests_waiting", "Sequences waiting to be processed.", s.num_waiting),
             ("vllm:kv_cache_usage_perc", "KV-cache usage; 1 is all of it.", _usage(s)),
@@ -317,6 +321,7 @@ def _numbers(stats: Stats) -> dict[str, Any]:
     queries = stats.num_prefix_queries
     return {
         "running": stats.num_running,
+        "prefilling": stats.num_prefilling,
         "waiting": stats.num_waiting,
         "kv_usage": _usage(stats),
         "prefix_hit_rate": stats.num_prefix_hits / queries if queries else None,

@@ -21,12 +21,10 @@ def test_those_who_prefill_and_decode_apart_need_devices_for_both() -> None:
         variables_of(config, {"JAX_PLATFORMS": "cpu"})
 
 
-def test_replicas_of_many_hosts_are_refused() -> None:
-    config = EngineConfig(data_parallel_size=2, num_hosts=2, coordinator_address="a:1", host_index=0)
-    with pytest.raises(
-        ConfigError, match="--data_parallel_size=2 and --coordinator_address do not go together"
-    ):
-        variables_of(config, {})
+def test_hosts_divide_the_replicas() -> None:
+    config = EngineConfig(data_parallel_size=4, num_hosts=2, coordinator_address="a:1", host_index=1)
+    visible = {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "3,5"}
+    assert variables_of(config, visible) == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
 
 
 def test_one_replica_takes_what_it_finds() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -14,17 +13,12 @@ import pytest
 
 from tests.engine.driving import GREEDY, LLAMA, drive, make_engine, request
 from tests.tiny import Tiny
+from tools.hosts import free_port
 
 SMALL = {"skip_tokenizer_init": True, "num_blocks": 64, "max_decode_seqs": 8, "max_model_len": 256}
 PROMPTS = {"a": list(range(3, 40)), "b": [7, 8, 9], "c": list(range(3, 30))}
 MIXTRAL = Tiny("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2})
 GEMMA2 = Tiny("gemma2", "Gemma2ForCausalLM", {"sliding_window": 8, "query_pre_attn_scalar": 16})
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-        return port
 
 
 def start_hosts(num_hosts: int, asked: Any, own: Any = None, **flags: Any) -> list[Any]:

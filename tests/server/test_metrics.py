@@ -98,12 +98,12 @@ def test_what_the_engine_tells() -> None:
     assert found["hex_llm:late_compiles_total"] == 4
     assert found["hex_llm:padding_tokens_total"] == 50
     assert found["hex_llm:engine_steps_total"] == 7
-    numbers = {"running": 3, "waiting": 2, "kv_usage": 0.75, "prefix_hit_rate": 0.25}
-    assert metrics.now() == {**numbers, "engines": [{"state": "loading", **numbers}]}
+    numbers = {"running": 3, "prefilling": 0, "waiting": 2, "kv_usage": 0.75, "prefix_hit_rate": 0.25}
+    assert metrics.now() == {**numbers, "engines": [{"state": "loading", "host": 0, **numbers}]}
 
 
 def test_engines_are_told_apart_and_summed() -> None:
-    first, second = EngineStatus(state=EngineState.SERVING), EngineStatus(state=EngineState.RESTARTING)
+    first, second = EngineStatus(state=EngineState.SERVING), EngineStatus(EngineState.RESTARTING, host=1)
     first.stats = Stats(num_running=3, num_blocks=100, num_free_blocks=50)
     second.stats = Stats(num_running=1, num_blocks=100, num_free_blocks=100)
     metrics = Metrics("fake", first, second)
@@ -111,6 +111,7 @@ def test_engines_are_told_apart_and_summed() -> None:
     assert 'vllm:num_requests_running{engine="0",model_name="fake"} 3.0' in text
     assert 'vllm:num_requests_running{engine="1",model_name="fake"} 1.0' in text
     assert 'hex_llm:engine_serves{engine="1",model_name="fake"} 0.0' in text
+    assert 'hex_llm:engine_host{engine="1",model_name="fake"} 1.0' in text
     assert text.count("# TYPE vllm:num_requests_running gauge") == 1
     now = metrics.now()
     assert (now["running"], now["kv_usage"]) == (4, 0.25)
@@ -206,6 +207,7 @@ def test_apps_do_not_share_their_numbers() -> None:
             "/stats",
             {
                 "running": 0,
+                "prefilling": 0,
                 "waiting": 0,
                 "kv_usage": 0.0,
                 "prefix_hit_rate": None,
@@ -213,7 +215,9 @@ def test_apps_do_not_share_their_numbers() -> None:
                 "engines": [
                     {
                         "state": "loading",
+                        "host": 0,
                         "running": 0,
+                        "prefilling": 0,
                         "waiting": 0,
                         "kv_usage": 0.0,
                         "prefix_hit_rate": None,

@@ -30,8 +30,10 @@ export function watch(container, { key, onModel, onState }) {
     container.hidden = false;
     for (const tile of tiles) tile.add(stats);
     const hits = stats.prefix_hit_rate == null ? "" : ` · ${percent(stats.prefix_hit_rate)} of prompts from the cache`;
-    const replicas = stats.engines?.length > 1 ? `${stats.engines.filter((one) => one.state === "serving").length} of ${stats.engines.length} replicas serve (running: ${stats.engines.map((one) => one.running).join(", ")}) · ` : "";
-    foot.textContent = `${replicas}context of ${stats.max_model_len?.toLocaleString("en") ?? "?"} tokens${hits}`;
+    const at = (one) => (one.host ? `${one.running} on host ${one.host}` : one.running);
+    const replicas = stats.engines?.length > 1 ? `${stats.engines.filter((one) => one.state === "serving").length} of ${stats.engines.length} replicas serve (running: ${stats.engines.map(at).join(", ")}) · ` : "";
+    const roles = stats.prefilling ? `${stats.prefilling} prefilling, ${stats.running - stats.prefilling} decoding · ` : "";
+    foot.textContent = `${replicas}${roles}context of ${stats.max_model_len?.toLocaleString("en") ?? "?"} tokens${hits}`;
   }
 
   async function modelOnly() {

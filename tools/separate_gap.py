@@ -1,0 +1,108 @@
+"""How long running streams wait for their next token while prompts of maximum length come, with prefill and
+decode together and apart (--disagg_topo=1,1), on virtual devices or, where there are two, on real ones:
+
+    python -m tools.separate_gap [--max_len=2048] [--streams=8] [--prompts=8]
+
+Prints the median and the 99th percentile of the gaps without and with the prompts. On CPUs both groups of
+devices share the cores, so that a prefill slows decodes down whoever schedules them: the ratio of devices
+with cores of their own is not seen there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from statistics import quantiles
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+from hex_llm import LLM, SamplingParams
+from hex_llm.types import Request
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+NUM_GAPS = 100  # of each stream, without prompts
+
+
+def gaps(llm: LLM, given: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Seconds between the tokens of streams, while they are alone, and while prompts are prefilled."""
+    draw, engine = random.Random(0), llm.engine
+    endless = SamplingParams(max_tokens=given.max_len - 32, ignore_eos=True, temperature=0)
+
+    def ids(num: int) -> list[int]:
+        return [draw.randrange(3, MODEL["vocab_size"]) for _ in range(num)]  # type: ignore[call-overload]
+
+    for i in range(given.streams):
+        engine.add(Request(f"s{i}", ids(16), endless))
+    last: dict[str, float] = {}
+    alone, beside, waiting = list[float](), list[float](), set[str]()
+    while not beside or waiting:
+        if not waiting and len(alone) >= NUM_GAPS * given.streams:
+            for i in range(given.prompts):
+                one = SamplingParams(max_tokens=1, temperature=0)
+                engine.add(Request(f"p{i}", ids(given.max_len - 2), one))
+                waiting.add(f"p{i}")
+        noted = beside if waiting else alone
+        for update in engine.step():
+            name, now = update.request_id, time.perf_counter()
+            if name.startswith("p"):
+                waiting.discard(name)
+            elif name in last:
+                noted.append(now - last[name])
+            last[name] = now
+    for i in range(given.streams):
+        engine.abort(f"s{i}")
+    while engine.has_work:
+        engine.step()
+    return alone, beside
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--max_len", type=int, default=2048)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=8)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(
+            json.dumps({**MODEL, "max_position_embeddings": given.max_len})
+        )
+        for topology in (None, "1,1"):
+            llm = LLM(
+                folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                disagg_topo=topology,
+                max_model_len=given.max_len,
+                max_decode_seqs=16,
+                num_blocks=(given.streams + given.prompts + 4) * given.max_len // 32,
+                warmup=True,
+            )
+            gaps(llm, given)  # the first round is slower
+            shown = []
+            for found in gaps(llm, given):
+                cuts = quantiles(found, n=100)
+                shown.append((cuts[49] * 1e3, cuts[98] * 1e3, len(found)))
+            (median, p99, _), (busy_median, busy_p99, num) = shown
+            print(
+                f"{topology or 'together'}: alone {median:.1f} / {p99:.1f} ms (median / p99), with prompts "
+                f"{busy_median:.1f} / {busy_p99:.1f} ms over {num} gaps: p99 x {busy_p99 / p99:.2f}; "
+                f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
