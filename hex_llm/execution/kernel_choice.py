@@ -195,12 +195,10 @@ def _attention(spec: ModelSpec, devices: Devices) -> PagedAttention:
 
 def _attends_on_tpu(spec: ModelSpec, devices: Devices) -> bool:
     num_kv_heads, masks = spec.num_kv_heads // devices.num, [layer.mask for layer in spec.layers]
-    # JAX's kernel knows no sinks, and does not tell the weights that they would be added to.
     return (
         devices.platform == "tpu"
-        and not spec.sinks
         and devices.kv_dtype == devices.dtype
-        and tpu.can_attend(num_kv_heads, spec.head_dim, devices.block_size, masks, devices.dtype)
+        and tpu.can_attend(num_kv_heads, spec.head_dim, devices.block_size, masks, spec.sinks, devices.dtype)
     )
 
 
