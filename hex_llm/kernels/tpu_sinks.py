@@ -69,10 +69,8 @@ def attention_with_sinks(
 
 
 def _kernel(*refs: Any, **settings: Any) -> None:
-    *scalars, sinks, q, pages, out, buffers, semaphores, sums, peaks, acc = refs
-    bundled.ragged_paged_attention_kernel(
-        *scalars, q, pages, out, buffers, semaphores, sums, peaks, acc, **settings
-    )
+    sinks, out, (sums, peaks, acc) = refs[5], refs[8], refs[-3:]
+    bundled.ragged_paged_attention_kernel(*refs[:5], *refs[6:], **settings)
     num_kv_heads, group, _ = sinks.shape
     rows, _, head_dim = out.shape
     for i in range(num_kv_heads):
