@@ -69,7 +69,7 @@ def test_405b_in_8_bits_on_one_machine_of_8(plan: Plan) -> None:
     told = plan("405b-fp8", "--on=H100,A100-80GB-8,v5e-1,H200")
     assert [one["machine_type"] for one in told["options"]] == ["a3-ultragpu-8g", "a3-highgpu-8g"]
     assert "8 bits" in told["does_not_fit"]["A100-80GB-8"]
-    assert "40" in told["does_not_fit"]["v5e-1"], "8 bits there too"
+    assert "411.2 GB" in told["does_not_fit"]["v5e-1"], "8 bits there too"
     assert "H100-4" in told["does_not_fit"]
 
 
