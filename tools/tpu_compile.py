@@ -5,7 +5,7 @@
 Weights and pages are only described. Besides the steps there are, as `parts`, kernels alone in the shapes of
 other models. Where the `libtpu` package is installed (x86-64 Linux), the real compiler runs, for the programs
 that execution/runner.py compiles, each in its own process; elsewhere they are lowered for TPUs, which proves
-tracing and the kernel's lowering, and nothing about memory or speed. It needs jax, numpy and msgspec.
+tracing and the kernel's lowering, and nothing about memory or speed. It needs jax, numpy, msgspec and tqdm.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs; the compiler come
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU machine to ask about itself
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh
@@ -40,6 +41,7 @@ from hex_llm.execution import programs
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import StepShape
 from hex_llm.execution.programs import ProgramSpec
+from hex_llm.execution.weight_plan import plan_weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import abstract_mesh
 from hex_llm.planning.compile import (
@@ -48,9 +50,11 @@ from hex_llm.planning.compile import (
     compiler_problem,
     context_of,
     described_params,
+    described_weights,
     held,
     step_shapes,
     topology_mesh,
+    tpu_kernels,
 )
 from tools.tpu_models import MODELS, Chip, Model
 from tools.tpu_parts import parts
@@ -84,7 +88,7 @@ class Program:
         )
 
 
-def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Program]:
+def described(setting: programs.ProgramContext, weights: Any, sizes: Sizes) -> dict[str, Program]:
     """The step that decodes, without and with adapters, the one that prefills two prompts, the logits, the
     choice of tokens, and what moves a prompt's blocks from those who prefill to those who decode."""
     spec, mesh = setting.spec, setting.mesh
@@ -101,7 +105,7 @@ def described(setting: programs.ProgramContext, sizes: Sizes) -> dict[str, Progr
     return {
         name: Program(
             programs.described(
-                key, setting, *held(setting, sizes), slots_of_adapters if name == "adapted" else {}
+                key, setting, weights, *held(setting, sizes), slots_of_adapters if name == "adapted" else {}
             ),
             len(spec.layers) if isinstance(key, StepShape) else 0,
         )
@@ -118,7 +122,17 @@ def local_elements(described: jax.ShapeDtypeStruct) -> int:
 
 
 def local_bytes(tree: Any) -> int:
-    return sum(local_elements(x) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Two numbers of 4 bits share a byte, although the type does not say so."""
+    halves = (
+        local_elements(x) * x.dtype.itemsize * (1 if x.dtype == jnp.int4 else 2)
+        for x in jax.tree.leaves(tree)
+    )
+    return sum(halves) // 2
+
+
+def multiplied(tree: Any) -> int:
+    """The weights among these, without scales."""
+    return sum(local_elements(x) for x in jax.tree.leaves(tree) if x.dtype != jnp.float32)
 
 
 class Instruction(NamedTuple):
@@ -252,12 +266,11 @@ def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) 
     for layer, w in zip(spec.layers, weights.layers, strict=True):
         experts = layer.experts
         chosen = 1.0 if experts is None else experts.num_per_token / experts.num
-        routed = local_bytes((w.ffn.gate_up, w.ffn.down))
-        used += local_bytes(w) - (1 - chosen) * routed
+        used += multiplied(w) - (1 - chosen) * multiplied((w.ffn.gate_up, w.ffn.down))
     return {
         "decode": (read + kept + head) / chip.bandwidth,
         "adapted": (read + kept + head) / chip.bandwidth,  # the adapters' own not counted
-        "prefill": sizes.prefill * used / chip.flops,  # 2 operations and 2 bytes for each weight
+        "prefill": sizes.prefill * used * 2 / chip.flops,  # 2 operations for each weight
         "logits": head / chip.bandwidth,
         "choice": 0.0,
         **dict.fromkeys(("take", "put"), 2 * of_one / chip.bandwidth),
@@ -321,9 +334,14 @@ def job_of(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: b
     if name == "parts":
         program, row = Program(parts(mesh, model.chip.kind)[kind]), Row(kind, "part", 0.0, 0.0, *chip)
         return Job(label, program, row, options.layouts, options.dump)
+    if model.context is not None:
+        sizes = sizes._replace(context=model.context, tokens=sizes.batch * model.context)
     spec = model.spec(sizes.max_len, options.layers)
-    found = described(context_of(spec, mesh, model.chip.kind, sizes), sizes)
-    weights, pages = found["decode"].arguments[:2]
+    keeps = tpu_kernels(spec, mesh.size, sizes).can_multiply
+    planned = plan_weights(spec, None, mesh.size, keeps, model.rounded_to).weights
+    weights = described_weights(planned, mesh, model.chip.kind)
+    found = described(context_of(spec, mesh, model.chip.kind, sizes), weights, sizes)
+    pages = found["decode"].arguments[1]
     floor = floors(spec, weights, pages, sizes, model.chip)[kind]
     shown = f"{name} ×{mesh.size} {model.slice}" + (f", {len(spec.layers)} layers" if options.layers else "")
     row = Row(shown, kind, local_bytes(weights), local_bytes(pages), *chip, floor)

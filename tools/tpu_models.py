@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from hex_llm.models.families import model_spec
 from hex_llm.models.spec import ModelSpec
+from hex_llm.weights.grouped import Form
 from tools.gpu_common import LLAMA_8B
 
 
@@ -76,11 +77,16 @@ GPT_OSS_20B = _config("GptOss", 24, 2880, 2880, 64, 201088, num_local_experts=32
 GPT_OSS_120B = _config("GptOss", 36, 2880, 2880, 64, 201088, num_local_experts=128, **GPT_OSS)
 
 
+AWQ = Form(4, group=128, has_offsets=True)
+
+
 class Model(NamedTuple):
     """A model on a slice; all its chips hold a part of it."""
 
     config: dict[str, Any]
     slice: str
+    rounded_to: Form | None = None  # None: bfloat16
+    context: int | None = None  # of a decoded sequence, where there is no room for what is asked for
 
     @property
     def chip(self) -> Chip:
@@ -101,6 +107,7 @@ MODELS = {
     "gemma-2-9b": Model(GEMMA_2_9B, "v5e:2x2"),
     "mixtral-8x7b": Model(MIXTRAL_8X7B, "v5e:2x4"),
     "llama-4-scout": Model(LLAMA_4_SCOUT, "v5e:4x4"),  # 40 heads over 16 chips: groups of 5 become 2 × 3
+    "llama-3.1-70b-awq": Model(LLAMA_70B, "v5e:2x2", AWQ, context=768),
     "llama-3.3-70b": Model(LLAMA_70B, "v6e:2x4"),
     "qwen3-0.6b": Model(QWEN3_06B, "v5e:2x2"),
     "qwen3-30b-a3b": Model(QWEN3_30B, "v5e:2x4"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
@@ -26,12 +27,14 @@ from hex_llm.kernels import (
     reference,
     tpu,
     tpu_experts,
+    tpu_quantized,
 )
 from hex_llm.kernels.adapters import AddAdapters
 from hex_llm.kernels.attention import LARGEST, PagedAttention
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import RoutedExperts
 from hex_llm.kernels.gpu_launch import MIN_DOT
+from hex_llm.kernels.tpu_quantized import QuantizedColumns
 from hex_llm.models.adapters import add_by_all
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Weights
@@ -88,16 +91,18 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     width = tpu.padded_head_dim(spec.head_dim) if _attends_on_tpu(spec, devices) else spec.head_dim
     attend, fused_moe = _attention(spec, devices), _experts(spec, devices)
     can_multiply = partial(_can_multiply, devices=devices)
-    change = _for_gpus if devices.platform == "gpu" else lambda part: part
-    lay_out = partial(_each_layer, change)
+    changes: dict[str, Callable[[Any], Any]] = {"gpu": _for_gpus, "tpu": for_tpus}
+    lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part))
     add_adapters = _adapters(spec, devices)
     return Kernels(attend, fused_moe, width, MAX_SINGLE, lay_out, can_multiply, add_adapters)
 
 
 def _can_multiply(form: Form, routed: bool, devices: Devices) -> bool:
     """CPUs expand what they multiply; accelerators would be slower for it than with floats."""
-    if devices.platform != "gpu" or routed:
+    if devices.platform == "cpu" or routed:
         return devices.platform == "cpu"
+    if devices.platform == "tpu":
+        return devices.dtype == jnp.bfloat16
     if form.is_float:
         return devices.dtype != np.float32
     return devices.num == 1 and gpu_quantized.can_multiply(form.bits, form.group, devices.dtype)
@@ -113,6 +118,31 @@ def _for_gpus(part: Any) -> Any:
     axes = part.num_outputs
     arrays = part.unpacked(), part.scales, part.offsets
     return gpu_quantized.to_words(*arrays, num_output_axes=axes, bits=part.bits, zero=part.zero)
+
+
+def _compiled(function: Callable[[Any], Any], part: Any, lies: NamedSharding) -> Any:
+    return jax.jit(function, out_shardings=lies)(part)
+
+
+def for_tpus(part: Any, make: Callable[..., Any] = _compiled, mesh: Any = None) -> Any:
+    """Likewise; what the kernel is not for is expanded. `make`: a function, its argument and how its results
+    lie, for arrays that are only described; kernels are then lowered for `mesh`."""
+    if not isinstance(part, Quantized):
+        return part
+    lies = part.codes.sharding
+    split = NamedSharding(lies.mesh, tpu_quantized.split_of(lies.spec, part.num_outputs))
+
+    def columns(part: Quantized) -> tuple[Any, ...]:
+        arrays = part.unpacked(), part.scales, part.offsets
+        axes = part.num_outputs
+        return tpu_quantized.columns(*arrays, num_output_axes=axes, bits=part.bits, zero=part.zero)
+
+    shapes = [split.shard_shape(array.shape) for array in jax.eval_shape(columns, part)[:2]]
+    if not tpu_quantized.can_multiply(*shapes):
+        return make(lambda part: part.expanded(jnp.bfloat16), part, lies)
+    outputs = part.codes.shape[: part.num_outputs]
+    codes, scales, offsets = make(columns, part, split)
+    return QuantizedColumns(codes, scales, offsets, outputs, mesh or lies.mesh, split.spec)
 
 
 def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:
@@ -195,12 +225,10 @@ def _attention(spec: ModelSpec, devices: Devices) -> PagedAttention:
 
 def _attends_on_tpu(spec: ModelSpec, devices: Devices) -> bool:
     num_kv_heads, masks = spec.num_kv_heads // devices.num, [layer.mask for layer in spec.layers]
-    # JAX's kernel knows no sinks, and does not tell the weights that they would be added to.
     return (
         devices.platform == "tpu"
-        and not spec.sinks
         and devices.kv_dtype == devices.dtype
-        and tpu.can_attend(num_kv_heads, spec.head_dim, devices.block_size, masks, devices.dtype)
+        and tpu.can_attend(num_kv_heads, spec.head_dim, devices.block_size, masks, spec.sinks, devices.dtype)
     )
 
 

@@ -12,6 +12,7 @@ and a row is A rows, each with its own table. Pages are as large either way, and
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 
 from hex_llm.kernels.attention import Batch, Mask, Options, first_key
 from hex_llm.kernels.reference import write_kv
+from hex_llm.kernels.tpu_sinks import LANES, attention_with_sinks
 
-LANES = 128  # what a TPU holds side by side: heads and the rows of a table are filled up to multiples of it
 TABLE_BYTES = 1 << 19  # the kernel copies the block tables to scalar memory, of which there is 1 MiB
 BUFFER_BYTES = 8 << 20  # for keys and values that are read ahead; vector memory may give a kernel 16 MiB
 # JAX's tables of tuned sizes (for 512 rows and more) mostly say 1024 keys, at most 16 pages of them,
@@ -41,15 +42,18 @@ class Runs(NamedTuple):
     num: Array  # [1]
 
 
-def can_attend(num_kv_heads: int, head_dim: int, block_size: int, masks: Iterable[Mask], dtype: Any) -> bool:
+def can_attend(
+    num_kv_heads: int, head_dim: int, block_size: int, masks: Iterable[Mask], sinks: bool, dtype: Any
+) -> bool:
     """Whether the kernel is for models like this; `num_kv_heads` are those of one device. What it is not for,
     the reference does."""
     pages_fit = block_size <= MOST_KEYS_OF_A_PAGE or block_size % MOST_KEYS_OF_A_PAGE == 0
     whole_chunks = all((mask.attention_chunk or 0) % block_size == 0 for mask in masks)
     head_dim = padded_head_dim(head_dim)
-    together = num_kv_heads // num_apart(num_kv_heads, head_dim)
-    keys_fit = _keys_at_once(together, head_dim) >= min(block_size, MOST_KEYS_OF_A_PAGE)
-    return jnp.dtype(dtype) == jnp.bfloat16 and pages_fit and whole_chunks and keys_fit
+    apart = num_apart(num_kv_heads, head_dim)
+    keys_fit = _keys_at_once(num_kv_heads // apart, head_dim) >= min(block_size, MOST_KEYS_OF_A_PAGE)
+    sinks_fit = not sinks or apart == 1  # else they would be another's in each row
+    return jnp.dtype(dtype) == jnp.bfloat16 and pages_fit and whole_chunks and keys_fit and sinks_fit
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -60,35 +64,33 @@ def padded_head_dim(head_dim: int) -> int:
 def paged_attention(
     q: Array, k: Array, v: Array, pages: Any, batch: Batch, options: Options
 ) -> tuple[Array, Any]:
-    """See kernels.attention.PagedAttention; there are no sinks. Pages are plain and `padded_head_dim` wide,
-    and what lies where in a block is not as it says there."""
+    """See kernels.attention.PagedAttention. Pages are plain and `padded_head_dim` wide, and what lies where
+    in a block is not as it says there."""
     head_dim, shape = q.shape[-1], pages.shape
     q, k, v = (_padded(x, shape[-1]) for x in (q, k, v))
     num_blocks, block_size, num_kv_heads = shape[:3]
     apart = num_apart(num_kv_heads, shape[-1])
     pages = pages.reshape(num_blocks * apart, block_size, num_kv_heads // apart, 2, shape[-1])
     pages = _write(k, v, pages, batch.kv_slots)
-    mask, scale, softcap, sinks = options
-    assert sinks is None, "the kernel has none"
-    settings = {"sm_scale": scale, "sliding_window": mask.window, "soft_cap": softcap}
+    assert options.sinks is None or apart == 1, "heads that lie apart have none"
     if batch.max_chunks:
-        out = _mixed(q, pages, batch, mask, settings)
+        out = _mixed(q, pages, batch, options)
     else:
         tables = batch.tables[batch.rows]
-        out = _decode(q, pages, batch.positions, tables, jnp.int32(len(q)), mask, settings)
+        out = _decode(q, pages, batch.positions, tables, jnp.int32(len(q)), options)
     return out[..., :head_dim], pages.reshape(shape)
 
 
-def _mixed(q: Array, pages: Array, batch: Batch, mask: Mask, settings: dict[str, Any]) -> Array:
+def _mixed(q: Array, pages: Array, batch: Batch, options: Options) -> Array:
     """q [T, K, G, H] -> [T, K, G, H]. The kernel's runs begin with its first row, so what is not decoded is
     turned to the front."""
     num, most = batch.num_decodes, len(batch.tables)
-    decoded = _decode(q[:most], pages, batch.positions[:most], batch.tables, num, mask, settings)
+    decoded = _decode(q[:most], pages, batch.positions[:most], batch.tables, num, options)
     is_decode = jnp.arange(len(q)) < num
     is_real = ~is_decode & (batch.kv_slots >= pages.shape[1])  # block 0 is nobody's
     q, positions, rows, real = (jnp.roll(x, -num, axis=0) for x in (q, batch.positions, batch.rows, is_real))
-    runs = prefill_runs(positions, rows, real, batch, mask, pages.shape[1])
-    out = jnp.roll(_prefill(q, pages, runs, settings), num, axis=0)
+    runs = prefill_runs(positions, rows, real, batch, options.mask, pages.shape[1])
+    out = jnp.roll(_prefill(q, pages, runs, options), num, axis=0)
     # The kernel leaves rows that are in no run as they were in its memory.
     out = jnp.where(is_real[:, None, None, None], out, 0)
     decoded = jnp.pad(decoded, [(0, len(q) - len(decoded))] + [(0, 0)] * 3)
@@ -104,11 +106,9 @@ def _write(k: Array, v: Array, pages: Array, slots: Array) -> Any:
     return write_kv(k, v, pages, slots)
 
 
-def _decode(
-    q: Array, pages: Array, positions: Array, tables: Array, num: Array, mask: Mask, settings: dict[str, Any]
-) -> Array:
+def _decode(q: Array, pages: Array, positions: Array, tables: Array, num: Array, options: Options) -> Array:
     """q [R, K, G, H] -> [R, K, G, H], the first `num` of them; heads that lie apart are as many sequences."""
-    (num_rows, num_kv_heads), block_size = q.shape[:2], pages.shape[1]
+    (num_rows, num_kv_heads), block_size, mask = q.shape[:2], pages.shape[1], options.mask
     apart = num_kv_heads // pages.shape[2]
     rows = q.reshape(num_rows * apart, pages.shape[2], *q.shape[2:])
     positions = jnp.where(jnp.arange(num_rows) < num, positions, 0).repeat(apart)
@@ -119,16 +119,16 @@ def _decode(
     for i in range(0, len(rows), most):
         part = slice(i, min(i + most, len(rows)))
         runs = decode_runs(positions[part], tables[part], num * apart - i, mask, block_size)
-        parts.append(_attend(rows[part], pages, runs, DECODE_ROWS, settings))
+        parts.append(_attend(rows[part], pages, runs, DECODE_ROWS, options))
     return jnp.concatenate(parts).reshape(q.shape)
 
 
-def _prefill(q: Array, pages: Array, runs: Runs, settings: dict[str, Any]) -> Array:
+def _prefill(q: Array, pages: Array, runs: Runs, options: Options) -> Array:
     """q [T, K, G, H] -> [T, K, G, H]; heads that lie apart are as many calls."""
     apart = q.shape[1] // pages.shape[2]
     tables = _pages_of(runs.tables, apart)
     parts = [
-        _attend(heads, pages, runs._replace(tables=tables[:, i]), PREFILL_ROWS, settings)
+        _attend(heads, pages, runs._replace(tables=tables[:, i]), PREFILL_ROWS, options)
         for i, heads in enumerate(jnp.split(q, apart, axis=1))
     ]
     return jnp.concatenate(parts, axis=1)
@@ -210,7 +210,7 @@ def _from_block(tables: Array, first: Array, width: int) -> Array:
     return jnp.take_along_axis(tables, first[:, None] + jnp.arange(width), axis=1, mode="clip")
 
 
-def _attend(q: Array, pages: Array, runs: Runs, max_rows: int, settings: dict[str, Any]) -> Array:
+def _attend(q: Array, pages: Array, runs: Runs, max_rows: int, options: Options) -> Array:
     """q [T, K, G, H] -> [T, K, G, H]."""
     num_rows, num_kv_heads, group, head_dim = q.shape
     block_size, tables = pages.shape[1], runs.tables
@@ -219,7 +219,9 @@ def _attend(q: Array, pages: Array, runs: Runs, max_rows: int, settings: dict[st
     if per_block > 1:
         tables = (tables[:, :, None] * per_block + jnp.arange(per_block)).reshape(len(tables), -1)
     num_keys = _keys_at_once(num_kv_heads, head_dim)
-    out = ragged_paged_attention(
+    mask, scale, softcap, sinks = options
+    kernel = ragged_paged_attention if sinks is None else partial(attention_with_sinks, sinks=sinks)
+    out = kernel(
         q.reshape(num_rows, num_kv_heads * group, head_dim),
         # K and V lie in turns, as the kernel has them.
         pages.reshape(-1, page_size, 2 * num_kv_heads, head_dim),
@@ -229,7 +231,9 @@ def _attend(q: Array, pages: Array, runs: Runs, max_rows: int, settings: dict[st
         runs.num,
         num_kv_pages_per_block=min(num_keys // page_size, MOST_PAGES, tables.shape[1]),
         num_queries_per_block=min(max_rows, num_rows),
-        **settings,
+        sm_scale=scale,
+        sliding_window=mask.window,
+        soft_cap=softcap,
     )
     return out.reshape(q.shape)
 

@@ -11,7 +11,7 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
 from hex_llm.kernels.experts import ExpertOptions, by_expert, dense
-from hex_llm.kernels.tpu import LANES
+from hex_llm.kernels.tpu_sinks import LANES
 
 FEW_TOKENS = 256  # a v5e multiplies about as many rows in the time that it reads a weight
 MIN_ROWS, MAX_ROWS = 128, 256  # of a tile, which is computed anew for each expert that has a part of it

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,9 +23,11 @@ from jax.sharding import PartitionSpec as P
 from hex_llm.errors import ConfigError, HexError, one_line
 from hex_llm.execution import programs
 from hex_llm.execution.batch import StepShape, num_choices
-from hex_llm.execution.kernel_choice import Devices, Kernels, choose_kernels
+from hex_llm.execution.kernel_choice import Devices, Kernels, choose_kernels, for_tpus
 from hex_llm.execution.slots import SlotLayout
-from hex_llm.models.params import Param, abstract_weights
+from hex_llm.models.linear import Dense
+from hex_llm.models.params import Param, Weights
+from hex_llm.models.quantized import Quantized, quantize
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, abstract_mesh, make_mesh, sharding
 
@@ -49,9 +52,26 @@ class Sizes(NamedTuple):
 def described_params(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     def one(param: Param) -> jax.ShapeDtypeStruct:
         lies = sharding(mesh, param.shape, param.axes)  # type: ignore[arg-type]
-        return jax.ShapeDtypeStruct(param.shape, DTYPE, sharding=lies)
+        last = param.shape[-1] // 2 if param.packed else param.shape[-1]
+        return jax.ShapeDtypeStruct((*param.shape[:-1], last), param.dtype or DTYPE, sharding=lies)
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, Param))
+
+
+def described_weights(weights: Weights, mesh: Any, kind: str) -> Any:
+    """As chips of this kind hold them when they are laid out."""
+
+    def results(function: Any, part: Any, lies: Any) -> Any:
+        made = jax.eval_shape(function, part)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), made)
+
+    def one(part: Any) -> Any:
+        held = described_params(part, mesh)
+        if isinstance(part, Dense) and (to := part.array.rounded_to) is not None:
+            held = results(partial(quantize, to=to), held, held.array.sharding)
+        return for_tpus(held, results, abstract_mesh(mesh.size, kind))
+
+    return jax.tree.map(one, weights, is_leaf=lambda node: isinstance(node, Dense | Quantized | Param))
 
 
 def tpu_kernels(spec: ModelSpec, num_chips: int, sizes: Sizes) -> Kernels:
@@ -59,8 +79,8 @@ def tpu_kernels(spec: ModelSpec, num_chips: int, sizes: Sizes) -> Kernels:
     return choose_kernels(spec, Devices("tpu", num_chips, sizes.block_size, dtype, dtype))
 
 
-def held(context: programs.ProgramContext, sizes: Sizes) -> tuple[Any, list[Any], Any]:
-    """Weights, pages and slots."""
+def held(context: programs.ProgramContext, sizes: Sizes) -> tuple[list[Any], Any]:
+    """Pages and slots."""
     spec, mesh, layout = context.spec, context.mesh, context.layout
     num_blocks = -(-sizes.tokens // sizes.block_size) + 1
     width = tpu_kernels(spec, mesh.size, sizes).page_width
@@ -68,7 +88,7 @@ def held(context: programs.ProgramContext, sizes: Sizes) -> tuple[Any, list[Any]
     page = jax.ShapeDtypeStruct(shape, DTYPE, sharding=NamedSharding(mesh, PAGES))
     slots = (layout.num_slots, layout.width)
     remembered = jax.ShapeDtypeStruct(slots, jnp.int32, sharding=NamedSharding(mesh, P()))
-    return described_params(abstract_weights(spec), mesh), [page] * len(spec.layers), remembered
+    return [page] * len(spec.layers), remembered
 
 
 def step_shapes(sizes: Sizes) -> dict[str, StepShape]:
@@ -117,13 +137,15 @@ def compiled_memory(option: Option) -> dict[str, Any]:
     told: dict[str, Any] = {}
     try:
         mesh = topology_mesh(f"{name}:{option.slice.topology}")
-        context = context_of(spec, mesh, KINDS.get(name, name), sizes)
-        for kind, shape in step_shapes(sizes).items():
-            function, arguments, donated, lie = programs.described(shape, context, *held(context, sizes), {})
+        kind = KINDS.get(name, name)
+        context = context_of(spec, mesh, kind, sizes)
+        parts = described_weights(found.plan.weights.weights, mesh, kind), *held(context, sizes)
+        for program, shape in step_shapes(sizes).items():
+            function, arguments, donated, lie = programs.described(shape, context, *parts, {})
             step = jax.jit(function, donate_argnums=donated, out_shardings=lie).lower(*arguments).compile()
             memory: Any = step.memory_analysis()
             results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            told[f"{kind}_bytes"] = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+            told[f"{program}_bytes"] = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
     except Exception as error:
         raise HexError(f"--compile: {one_line(' '.join(str(error).split())[:300])}") from error
     return {**told, "planned_bytes": found.weights + kv_tokens * found.per_token + found.temporaries}

@@ -1,5 +1,5 @@
 """The TPU's attention: what the kernel is given, against the reference, with JAX's own model of the kernel;
-and the kernel itself as far as it can be lowered without a TPU."""
+with sinks, the kernel itself, interpreted; and as far as it can be lowered without a TPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as bundled
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as bundled_kernel
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from hex_llm.execution.batch import StepShape, batch_of, pack, parts_of
@@ -205,9 +207,47 @@ def test_blocks_that_nobody_sees_are_not_read(model: Model, mask: Mask) -> None:
     assert np.isfinite(np.asarray(out)).all()
 
 
+class Loaded:
+    """Pages that the kernel has waited for; loads of its reshaped reference cannot be interpreted."""
+
+    def __init__(self, ref: Any, *shape: int) -> None:
+        self._ref, self.dtype, self._shape = ref, ref.dtype, shape
+
+    def reshape(self, *shape: int) -> Loaded:
+        return Loaded(self._ref, *shape)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self._ref[...].reshape(self._shape)[index]
+
+
+class Copies(bundled_kernel.MultiPageAsyncCopyDescriptor):  # type: ignore[misc]
+    def wait(self) -> Loaded:
+        return Loaded(super().wait())
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunks"),
+    [([20, 3], []), pytest.param(DECODES, CHUNKS, marks=pytest.mark.slow)],
+)
+def test_sinks(monkeypatch: pytest.MonkeyPatch, decodes: list[int], chunks: list[tuple[int, int]]) -> None:
+    """The kernel itself, with stretches of keys and blocks of rows that a sequence has several of."""
+    monkeypatch.setattr(bundled_kernel, "MultiPageAsyncCopyDescriptor", Copies)
+    monkeypatch.setattr(tpu, "MOST_PAGES", 2)
+    monkeypatch.setattr(tpu, "PREFILL_ROWS", 8)  # not more than the group has, for the interpreter
+    arguments = q, k, v, pages, batch = ragged(decodes, chunks, padding=(3, 1), group=8)
+    sinks = jnp.linspace(-3, 4, q[0, ..., 0].size).reshape(q.shape[1:3])
+    options = Options(Mask(window=12), 0.25, None, sinks)
+    with pltpu.force_tpu_interpret_mode():
+        out, _ = hasty(partial(tpu.paged_attention, options=options), q, k, v, as_held(pages), batch)
+    expected, _ = hasty(partial(reference.paged_attention, options=options), *arguments)
+    real = np.asarray(batch.kv_slots) > 0
+    np.testing.assert_allclose(np.asarray(out)[real], np.asarray(expected)[real], atol=3e-5)
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim", "block_size", "mask", "softcap"),
     [
+        (2, 8, 64, 32, Mask(window=128), None),  # gpt-oss-20b over 4 chips
         (2, 4, 128, 32, Mask(), None),  # Llama-3.1-8B over 4 chips
         (1, 5, 128, 16, Mask(attention_chunk=8192), None),  # an odd group
         (3, 3, 64, 32, Mask(), None),  # SmolLM2-135M
@@ -219,12 +259,14 @@ def test_blocks_that_nobody_sees_are_not_read(model: Model, mask: Mask) -> None:
 def test_the_kernel_lowers_for_tpus(
     kv_heads: int, group: int, head_dim: int, block_size: int, mask: Mask, softcap: float | None
 ) -> None:
-    assert tpu.can_attend(kv_heads, head_dim, block_size, [mask], jnp.bfloat16)
+    has_sinks = (group, head_dim) == (8, 64)
+    assert tpu.can_attend(kv_heads, head_dim, block_size, [mask], has_sinks, jnp.bfloat16)
     shape = StepShape(80, 18, 2)
+    sinks = jnp.ones((kv_heads, group)) if has_sinks else None
 
     def step(q: Any, k: Any, v: Any, pages: Any, tables: Any, packed: Any) -> tuple[jax.Array, jax.Array]:
         batch = batch_of(parts_of(packed, shape), tables, shape)
-        return tpu.paged_attention(q, k, v, pages, batch, Options(mask, 0.1, softcap))
+        return tpu.paged_attention(q, k, v, pages, batch, Options(mask, 0.1, softcap, sinks))
 
     described = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     kv = described((shape.num_tokens, kv_heads, head_dim))
@@ -241,8 +283,10 @@ def test_the_kernel_lowers_for_tpus(
 
 
 def test_what_the_kernel_is_for() -> None:
-    assert tpu.can_attend(2, 128, 32, [Mask(), Mask(window=5), Mask(attention_chunk=8192)], jnp.bfloat16)
-    assert tpu.can_attend(3, 64, 32, [], jnp.bfloat16)
-    assert not tpu.can_attend(2, 128, 32, [Mask(attention_chunk=40)], jnp.bfloat16)
-    assert not tpu.can_attend(2, 128, 32, [], jnp.float32)
-    assert not tpu.can_attend(128, 128, 2048, [], jnp.bfloat16)
+    masks = [Mask(), Mask(window=5), Mask(attention_chunk=8192)]
+    assert tpu.can_attend(2, 128, 32, masks, True, jnp.bfloat16)
+    assert tpu.can_attend(3, 64, 32, [], False, jnp.bfloat16)
+    assert not tpu.can_attend(3, 64, 32, [], True, jnp.bfloat16), "heads that lie apart"
+    assert not tpu.can_attend(2, 128, 32, [Mask(attention_chunk=40)], False, jnp.bfloat16)
+    assert not tpu.can_attend(2, 128, 32, [], False, jnp.float32)
+    assert not tpu.can_attend(128, 128, 2048, [], False, jnp.bfloat16)

@@ -1,0 +1,167 @@
+"""Products with quantized matrices on TPUs: one Pallas kernel, which expands them in vector memory.
+
+XLA would write the scales of all inputs to memory, and with them the matrix as floats. A matrix lies with its
+inputs first, so that a scale is beside that of the next output, and what inputs share is one row. Where it
+is split over devices, each multiplies its own part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+from hex_llm.kernels.experts import Activation, GatedMatrix
+from hex_llm.kernels.tpu_sinks import LANES
+
+CHUNK = 128  # inputs that are expanded at a time, where they share a scale
+TABLE_ROWS = 8  # else groups, since tables are read by so many rows, or by one
+MAX_COLUMNS, MAX_ROWS, MIN_ROWS = 512, 256, 16  # of a block
+MATRIX_BYTES, ROWS_BYTES = 8 << 20, 4 << 20  # of the expanded block, and of that of rows, at most
+VECTOR_MEMORY = 64 << 20  # of 128 MiB: these, and what is read ahead
+CENTRE = 8  # of codes of 4 bits, which the chips know with a sign
+
+
+def can_multiply(codes: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    """Of these shapes on each device."""
+    _, num_inputs, num_outputs = codes
+    group = num_inputs // scales[1]
+    return num_inputs % _chunk(group) == num_outputs % LANES == 0 and group % TABLE_ROWS == 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedColumns(GatedMatrix):
+    """A Matrix (models/linear.py) [*outputs, *inputs]: a weight is code * scale + offset. C is 2 for gates
+    and ups [F, 2, D], else 1."""
+
+    codes: Any  # int4, int8 or float8_e4m3fn [C, K, N]
+    scales: Any  # float32 [C, groups, N]
+    offsets: Any | None  # likewise
+    outputs: tuple[int, ...] = field(metadata={"static": True})
+    mesh: Any = field(metadata={"static": True})
+    spec: P = field(metadata={"static": True})  # how all three are split
+
+    def matmul(self, x: Array) -> Array:
+        return jnp.moveaxis(self._products(x), 0, -1).reshape(len(x), *self.outputs)
+
+    def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
+        gates, ups = self._products(x)
+        if bias is not None:
+            gates, ups = gates + bias[:, 0], ups + bias[:, 1]
+        return activation(gates) * ups
+
+    def rows(self, which: Array) -> Array:
+        codes, scales = self.codes[0][:, which], self.scales[0][:, which]
+        values = codes.astype(jnp.float32).reshape(len(scales), -1, len(which)) * scales[:, None]
+        values = values if self.offsets is None else values + self.offsets[0][:, None, which]
+        return values.reshape(-1, len(which)).T
+
+    def _products(self, x: Array) -> Array:
+        """[C, T, N]"""
+        if self.mesh.size == 1:
+            return _multiply(x, self.codes, self.scales, self.offsets)
+        _, inputs, outputs = self.spec
+
+        def alone(*arrays: Any) -> Array:
+            out = _multiply(*arrays)
+            return out if inputs is None else lax.psum(out, inputs)
+
+        local = jax.shard_map(
+            alone,
+            mesh=self.mesh,
+            in_specs=(P(None, inputs), self.spec, self.spec, self.spec),
+            out_specs=P(None, None, outputs),
+            check_vma=False,
+        )
+        out: Array = local(x, self.codes, self.scales, self.offsets)
+        return out
+
+
+def columns(
+    codes: Array, scales: Array, offsets: Array | None, *, num_output_axes: int, bits: int, zero: int
+) -> tuple[Array, Array, Array | None]:
+    """The arrays of QuantizedColumns; codes are one in each place."""
+    outputs = codes.shape[:num_output_axes]
+    fused = 2 if num_output_axes == 2 else 1
+
+    def turned(array: Array) -> Array:
+        return array.reshape(-1, fused, array.size // math.prod(outputs)).transpose(1, 2, 0)
+
+    if bits == 4:
+        codes, zero = (codes.astype(jnp.int8) - CENTRE).astype(jnp.int4), zero - CENTRE
+    if zero:
+        offsets = (0 if offsets is None else offsets) - zero * scales
+    return turned(codes), turned(scales), None if offsets is None else turned(offsets)
+
+
+def split_of(spec: P, num_output_axes: int) -> P:
+    """How `columns` are split, of a matrix that is split so."""
+    outputs, inputs = spec[:num_output_axes], spec[num_output_axes:]
+    first = [next((axis for axis in axes if axis is not None), None) for axes in (inputs, outputs)]
+    return P(None, *first)
+
+
+def _multiply(x: Array, codes: Array, scales: Array, offsets: Array | None) -> Array:
+    """x [T, K] -> [C, T, N]."""
+    (num_rows, num_inputs), (fused, _, num_outputs) = x.shape, codes.shape
+    rows = min(num_rows, MAX_ROWS, _multiple(ROWS_BYTES // (num_inputs * x.dtype.itemsize), MIN_ROWS))
+    most = _multiple(min(MATRIX_BYTES // (num_inputs * x.dtype.itemsize), MAX_COLUMNS), LANES)
+    width = next(n for n in range(most, 0, -LANES) if num_outputs % n == 0)
+    tables = [scales] if offsets is None else [scales, offsets]
+    table = pl.BlockSpec((None, scales.shape[1], width), lambda c, i, j: (c, 0, i))
+    out: Array = pl.pallas_call(
+        partial(_kernel, group=num_inputs // scales.shape[1]),
+        grid=(fused, num_outputs // width, pl.cdiv(num_rows, rows)),
+        in_specs=[
+            pl.BlockSpec((rows, num_inputs), lambda c, i, j: (j, 0)),
+            pl.BlockSpec((None, num_inputs, width), lambda c, i, j: (c, 0, i)),
+            *[table] * len(tables),
+        ],
+        out_specs=pl.BlockSpec((None, rows, width), lambda c, i, j: (c, j, i)),
+        scratch_shapes=[pltpu.VMEM((num_inputs, width), x.dtype)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=VECTOR_MEMORY
+        ),
+        out_shape=jax.ShapeDtypeStruct((fused, num_rows, num_outputs), x.dtype),
+        name="quantized_product",
+    )(x, codes, *tables)
+    return out
+
+
+def _kernel(x: Any, codes: Any, *refs: Any, group: int) -> None:
+    *tables, out, matrix = refs
+    chunk = _chunk(group)
+    num_groups = max(chunk // group, 1)
+
+    def expand(i: Array, _: None) -> None:
+        inputs = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
+        groups = pl.ds(pl.multiple_of(i * chunk // group, num_groups), num_groups)
+        scales, *offsets = (table[groups, :][:, None] for table in tables)
+        values = codes[inputs, :].astype(jnp.float32).reshape(num_groups, -1, matrix.shape[1]) * scales
+        values = sum(offsets, values)
+        matrix[inputs, :] = values.reshape(chunk, -1).astype(matrix.dtype)
+
+    # The blocks of rows come one after the other, with the same matrix.
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        lax.fori_loop(0, len(matrix) // chunk, expand, None)
+
+    product = jnp.dot(x[...], matrix[...], preferred_element_type=jnp.float32)
+    out[...] = product.astype(out.dtype)
+
+
+def _chunk(group: int) -> int:
+    return CHUNK if group % CHUNK == 0 else TABLE_ROWS * group
+
+
+def _multiple(size: int, of: int) -> int:
+    return max(size // of, 1) * of
