@@ -14,7 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from hex_llm.bench.arguments import client_parser, parse_client
+from hex_llm.cli import main
 from tests.test_serve import ROOT, await_ready, serving, start
+from tools.newcomer import commands
 
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 COMMANDS = [one.strip() for block in BLOCKS for one in re.split(r"\n(?=curl )", block) if one[:4] == "curl"]
@@ -103,3 +106,15 @@ def test_without_curl(address: str) -> None:
         f"""-N {url} -H 'Content-Type: application/json' -d '{{"prompt": "x", "max_tokens": 1}}'"""
     )
     assert run_without_curl(args)[0] == 200
+
+
+def test_the_first_steps_need_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """What tools/newcomer.py runs in a clean clone; those that need no server, here too."""
+    serve, ask, activate, bench, *others = commands((ROOT / "README.md").read_text())
+    assert (serve, ask[:5], activate) == ("make serve", "curl ", "source .venv/bin/activate")
+    args = shlex.split(bench, comments=True)
+    assert args[:3] == ["hex-llm", "bench", "serve"]
+    parse_client(client_parser("serve", ""), args[3:])
+    for command in others:
+        assert main(shlex.split(command, comments=True)[1:]) == 0, capsys.readouterr().err
+    assert "aiplatform.Model.upload" in capsys.readouterr().out

@@ -9,65 +9,81 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hex_llm.bench.arguments import SWITCH, Flag, Parser, positive
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError, HexError, one_line
-from hex_llm.flags import read_flags
-from hex_llm.planning.machines import BUILT_IN, Chip, read_machines
+from hex_llm.flags import parse, read_flags
+from hex_llm.planning.machines import BUILT_IN, Machines, read_machines
 
 if TYPE_CHECKING:  # it needs jax, which a wrong flag shall not wait for
     from hex_llm.planning.plan import Plan
 
 CONTEXT = 4096
+PERSONAL = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HEX_LLM_CACHE")  # of the environment, whatever is planned
+FOUND_OUT = ("num_hosts", "data_parallel_size", "disagg_topo", "num_blocks", "hbm_utilization_factor")
 FLAGS: list[Flag] = [
-    ("max-model-len", positive, None, f"the context (default: the model's, at most {CONTEXT})"),
-    ("quantization", {"choices": ["none", "int8", "int4", "fp8"]}, None, "as of `hex-llm serve`"),
-    ("kv-cache-dtype", {"choices": ["auto", "bfloat16", "fp8", "int8"]}, None, "as of `hex-llm serve`"),
-    ("revision", str, None, "of a model of the hub"),
     ("concurrency", positive, 16, "requests at once"),
     ("input-len", positive, 1000, "tokens of a prompt"),
     ("output-len", positive, 1000, "tokens of an answer"),
     ("on", str, None, "chips (v5e, H100) or slices (v5e-8), with commas"),
-    ("machines", Path, BUILT_IN, "a file of machines and prices, like the package's machines.toml"),
+    ("machines", Path, BUILT_IN, "a file that changes prices or adds machines"),
     ("image", str, None, "the container's image"),
 ]
 
 
-def parsed(command: str, about: str, argv: Sequence[str], flags: Sequence[Flag]) -> Namespace:
+class Request(NamedTuple):
+    """What a command line asks for."""
+
+    args: Namespace
+    config: EngineConfig
+    serve_flags: Mapping[str, Any]  # as they were given, but not the model and nothing that is secret
+    secrets: Mapping[str, str]  # by the variables of the environment that they may be in
+
+
+def parsed(command: str, about: str, argv: Sequence[str], flags: Sequence[Flag]) -> Request:
+    about += f" Further flags are those of `hex-llm serve` (--max_model_len: by itself at most {CONTEXT})."
     parser = Parser(command, about, "MODEL [flags]", program="hex-llm")
-    parser.add_argument("model", nargs="?", help="as of `hex-llm serve`; also a config.json alone")
     parser.add_flags("flags", [*FLAGS, *flags])
-    parser.add_argument("--hf-token", default=os.environ.get("HF_TOKEN") or None, help="also HF_TOKEN")
-    return parser.parse_all(argv)
+    args, rest = parser.parse(argv)
+    given = read_flags(rest).values
+    if found_out := [name for name in FOUND_OUT if name in given]:
+        raise ConfigError(f"--{found_out[0]}: a plan is of one replica, and finds that out by itself")
+    config, server = parse(rest, {name: os.environ[name] for name in PERSONAL if name in os.environ})
+    secrets = {"HF_TOKEN": config.hf_token, "VLLM_API_KEY": server.api_key}
+    kept = {name: value for name, value in given.items() if name not in ("model", "hf_token", "api_key")}
+    return Request(args, config, kept, {name: value for name, value in secrets.items() if value})
 
 
 @contextmanager
-def planned(args: Namespace) -> Iterator[tuple[Plan, Mapping[str, Chip]]]:
-    chips = read_machines(args.machines)
-    slices = [one for chip in chips.values() for one in chip.slices]
+def planned(request: Request) -> Iterator[tuple[Plan, Machines]]:
+    args, config = request.args, request.config
+    machines = read_machines(args.machines)
+    slices = [one for chip in machines.chips.values() for one in chip.slices]
     if args.on:
         names = args.on.lower().split(",")
         slices = [one for one in slices if {one.name.lower(), one.chip.name.lower()} & set(names)]
         known = {name for one in slices for name in (one.name.lower(), one.chip.name.lower())}
         if unheard := [name for name in names if name not in known]:
             raise ConfigError(
-                f"--on={unheard[0]}: no such chip or slice; there are {', '.join(chips)}, v5e-8 …"
+                f"--on={unheard[0]}: no such chip or slice; there are {', '.join(machines.chips)}, v5e-8 …"
             )
+    if size := request.serve_flags.get("tensor_parallel_size"):
+        slices = [one for one in slices if one.num_devices == size]
+        if not slices:
+            raise ConfigError(f"--tensor_parallel_size={size}: there is no such slice of these chips")
     # jax is imported from here on; it shall find no device and look for none.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     logging.getLogger("hex_llm").setLevel(logging.ERROR)  # what is slow somewhere is not told for every slice
     from hex_llm.planning.footprint import opened_model
     from hex_llm.planning.plan import Load, make_plan
 
-    names = ("model", "quantization", "kv_cache_dtype", "revision", "max_model_len", "hf_token")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    with opened_model(EngineConfig(**given)) as model:
-        context = args.max_model_len or min(model.spec.max_len, CONTEXT)
+    with opened_model(config) as model:
+        context = config.max_model_len or min(model.spec.max_len, CONTEXT)
         output_len = min(args.output_len, context // 2)
         load = Load(context, args.concurrency, min(args.input_len, context - output_len), output_len)
-        yield make_plan(model, load, slices), chips
+        yield make_plan(model, load, slices, request.serve_flags), machines
 
 
 def plan(argv: Sequence[str]) -> None:
@@ -75,8 +91,9 @@ def plan(argv: Sequence[str]) -> None:
         ("compile", SWITCH, False, "prove the memory with the TPU compiler, where libtpu is installed"),
         ("json", SWITCH, False, "print JSON"),
     ]
-    args = parsed("plan", "Where a model fits, how fast it is, what it costs, what to type.", argv, flags)
-    with planned(args) as (made, chips):
+    request = parsed("plan", "Where a model fits, how fast, what it costs, what to type.", argv, flags)
+    args = request.args
+    with planned(request) as (made, machines):
         from hex_llm.planning import report
 
         compiled = {}
@@ -85,7 +102,7 @@ def plan(argv: Sequence[str]) -> None:
 
             compiled = {"compiled": compiled_memory(made.best)}
         tell = report.as_json if args.json else report.as_text
-        told = tell(made, chips, args.image or report.IMAGE)
+        told = tell(made, machines, args.image or report.IMAGE)
     if isinstance(told, str):
         print(told, *(f"\n# compiled\n{json.dumps(one)}" for one in compiled.values()), sep="\n")
     else:
@@ -107,23 +124,22 @@ def deploy(argv: Sequence[str]) -> None:
         ("service-account", str, None, "that the container runs as"),
         ("min-replicas", positive, 1, "of the deployment"),
         ("max-replicas", positive, 1, "of the deployment"),
-        ("serve-flags", str.split, [], "further flags of the server, in quotes"),
         ("clean-up", SWITCH, False, "undeploy and delete everything after the first answer"),
         ("dry-run", SWITCH, False, "print the calls and make none"),
     ]
-    args = parsed("deploy vertex", "Uploads, deploys and asks a model on Vertex AI.", rest, flags)
-    read_flags(args.serve_flags)  # wrong ones are told here, not by a container that ends
+    request = parsed("deploy vertex", "Uploads, deploys and asks a model on Vertex AI.", rest, flags)
+    args = request.args
     if not args.dry_run:
         for name, missing in (("project", "PROJECT"), ("region", "REGION"), ("image", None)):
             if getattr(args, name) == missing:
                 raise ConfigError(f"--{name}: needs a value (deploy/README.md)")
-    with planned(args) as (made, _):
+    with planned(request) as (made, _):
         from hex_llm.planning import report
 
-        names = ("project", "region", "service_account", "min_replicas", "max_replicas", "serve_flags")
+        names = ("project", "region", "service_account", "min_replicas", "max_replicas")
         given = {name: getattr(args, name) for name in names} | {"image": args.image or report.IMAGE}
-        token = {"HF_TOKEN": "***" if args.dry_run else args.hf_token} if args.hf_token else {}
-        values = report.values_of(made, made.best, environment=token, **given)
+        secrets = dict.fromkeys(request.secrets, "***") if args.dry_run else request.secrets
+        values = report.values_of(made, made.best, environment=secrets, **given)
         script = (report.TEMPLATES["vertex"] + report.TEMPLATES["clean_up"] * args.clean_up).format(**values)
     if args.dry_run:
         print(script.strip())

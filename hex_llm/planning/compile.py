@@ -5,7 +5,6 @@ The compiler comes with the `libtpu` package, which there is for x86-64 Linux.
 
 from __future__ import annotations
 
-import math
 import os
 from functools import partial
 from importlib.util import find_spec
@@ -35,7 +34,13 @@ if TYPE_CHECKING:
     from hex_llm.planning.plan import Option
 
 DTYPE = jnp.bfloat16
-KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "v5p": "TPU v5", "v7x": "TPU7x"}  # as JAX calls them
+# What libtpu would complain of, or wait for: no TPU is used, whoever else uses one.
+NO_TPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+COMPILERS_NAMES = {"v7x": "tpu7x"}
 
 
 class Sizes(NamedTuple):
@@ -109,13 +114,9 @@ def context_of(spec: ModelSpec, mesh: Any, kind: str, sizes: Sizes) -> programs.
 
 def topology_mesh(name: str) -> Mesh:
     """A slice such as v5e:4x4 as the TPU compiler describes it; raises where there is none."""
-    sides = tuple(int(n) for n in name.partition(":")[2].split("x"))
-    try:
-        devices = topologies.get_topology_desc(name, "tpu").devices
-    except Exception:
-        one_host = {"chips_per_host_bounds": (*sides, 1)[:3]}
-        devices = topologies.get_topology_desc(name, "tpu", **one_host).devices
-    assert len(devices) == math.prod(sides), (len(devices), name)
+    for variable, value in NO_TPU.items():
+        os.environ.setdefault(variable, value)
+    devices = topologies.get_topology_desc(name, "tpu").devices
     return make_mesh(len(devices), devices)
 
 
@@ -126,26 +127,41 @@ def compiler_problem() -> str:
 
 
 def compiled_memory(option: Option) -> dict[str, Any]:
-    """Bytes of a device by the compiler, for the plan's steps, beside the plan's own figure."""
+    """Bytes of a device while it runs the plan's largest programs, as the compiler counts them, beside the
+    plan's own figure."""
+    found, name = option.footprint, option.slice.chip.name
+    config = found.paddings.config
     if option.slice.chip.platform != "tpu":
         raise ConfigError(f"--compile: {option.slice.name} is no TPU; choose one with --on")
+    if not {config.dtype, config.kv_cache_dtype} <= {"auto", "bfloat16"} or config.enable_lora:
+        raise ConfigError("--compile: only for bfloat16, and without adapters")
     if problem := compiler_problem():
         raise ConfigError(f"--compile: there is no TPU compiler here: {problem}")
-    load, spec, found = option.load, option.footprint.plan.held, option.footprint
-    name, kv_tokens = option.slice.chip.name, option.figures.kv_tokens
-    sizes = Sizes(load.concurrency, load.context, 2048, kv_tokens, 32, load.context)
-    told: dict[str, Any] = {}
+    shapes, most = found.paddings.all_shapes(), found.paddings.limits.max_decode_seqs
+    kv_tokens, size, context = option.figures.kv_tokens, config.block_size, option.load.context
+    sizes = Sizes(most, context, shapes[-1].num_tokens, kv_tokens, size, context)
+    keys: dict[str, programs.Key] = {
+        "decode": max(shape for shape in shapes if not shape.max_chunks),
+        "prefill": shapes[-1],
+        "choice": programs.Choose(found.paddings.max_choices),
+    }
+    slots_bytes = 4 * found.slots.num_slots * found.slots.width
+    told, held_bytes = {}, 0
     try:
-        mesh = topology_mesh(f"{name}:{option.slice.topology}")
-        kind = KINDS.get(name, name)
-        context = context_of(spec, mesh, kind, sizes)
-        parts = described_weights(found.plan.weights.weights, mesh, kind), *held(context, sizes)
-        for program, shape in step_shapes(sizes).items():
-            function, arguments, donated, lie = programs.described(shape, context, *parts, {})
-            step = jax.jit(function, donate_argnums=donated, out_shardings=lie).lower(*arguments).compile()
-            memory: Any = step.memory_analysis()
+        mesh = topology_mesh(f"{COMPILERS_NAMES.get(name, name)}:{option.slice.topology}")
+        kind = mesh.devices.flat[0].device_kind
+        setting = context_of(found.plan.held, mesh, kind, sizes)
+        parts = described_weights(found.plan.weights.weights, mesh, kind), *held(setting, sizes)
+        for what, key in keys.items():
+            function, arguments, donated, lie = programs.described(key, setting, *parts, {})
+            program = jax.jit(function, donate_argnums=donated, out_shardings=lie).lower(*arguments).compile()
+            memory: Any = program.memory_analysis()
+            given = memory.argument_size_in_bytes
+            held_bytes = held_bytes or given  # a decode's: weights, pages and slots
+            more = given - slots_bytes if what == "choice" else 0  # the logits
             results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            told[f"{program}_bytes"] = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+            told[f"{what}_bytes"] = held_bytes + more + memory.temp_size_in_bytes + results
     except Exception as error:
         raise HexError(f"--compile: {one_line(' '.join(str(error).split())[:300])}") from error
-    return {**told, "planned_bytes": found.weights + kv_tokens * found.per_token + found.temporaries}
+    planned = found.weights + (kv_tokens + size) * found.per_token + found.temporaries
+    return {**told, "planned_bytes": planned, "planned_over_compiled": planned / max(told.values())}

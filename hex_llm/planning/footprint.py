@@ -16,22 +16,26 @@ import numpy as np
 from hex_llm.config import EngineConfig
 from hex_llm.engine.loading import ModelPlan, open_checkpoint, plan_model, resolve_dtype
 from hex_llm.errors import ModelError
+from hex_llm.execution.adapters import AdapterLayout
+from hex_llm.execution.batch import Paddings
 from hex_llm.execution.flops import Work
 from hex_llm.execution.kernel_choice import Devices
 from hex_llm.execution.load import weight_bytes
 from hex_llm.execution.memory import token_bytes
+from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import cpu
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import F32, abstract_weights, declared
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import abstract_mesh
-from hex_llm.scheduling.limits import DEFAULTS, LARGE_GPU, LARGE_MEMORY
+from hex_llm.scheduling.limits import StepLimits
 from hex_llm.weights.model_files import ModelFiles, is_gguf, open_model
 from hex_llm.weights.quantization import Quantization, quantization_of
 from hex_llm.weights.source import fetch_headers
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-CHOICE_ARRAYS = 3  # as large as the logits, while tokens are chosen
+HIDDEN_ARRAYS = 4  # hidden states of all tokens at a time, in a step
+CHOICE_ARRAYS = 5  # as large as the logits, while tokens are chosen
 
 
 @dataclass(frozen=True)
@@ -90,15 +94,23 @@ class Footprint:
 
     plan: ModelPlan
     num_devices: int
-    weights: int
+    paddings: Paddings
+    slots: SlotLayout
+    weights: int  # with the slots of adapters
     per_token: int  # keys and values
-    temporaries: int  # an estimate: what the largest step needs besides
+    temporaries: int  # the slots and, by an estimate, what the largest program needs besides
     is_expanded: bool  # its quantized weights are held as floats
 
     @property
     def has_float8(self) -> bool:
         params = declared(self.plan.weights.weights)
         return any(one.dtype == FLOAT8 or (one.rounded_to and one.rounded_to.to_float) for one in params)
+
+    def kv_tokens(self, room: float) -> int:
+        """That so many bytes hold; not more than the engine would make room for."""
+        size = self.paddings.config.block_size
+        most = self.paddings.limits.max_decode_seqs * self.paddings.table_width
+        return max(min(int(room) // (self.per_token * size), most), 0) * size
 
     @property
     def work(self) -> Work:
@@ -123,28 +135,46 @@ class Footprint:
         return self.weights * weight_bytes(some, mesh, dtype) / weight_bytes(everything, mesh, dtype)
 
 
-def footprint(model: Model, platform: str, num_devices: int, usable: float) -> Footprint:
+def footprint(model: Model, platform: str, num_devices: int, usable: float, context: int) -> Footprint:
     """As devices with so many usable bytes hold it. ConfigError: they cannot, whatever their size."""
-    config = model.config
+    config, mesh = model.config, abstract_mesh(num_devices)
     dtype = resolve_dtype(config.dtype, platform)
     choice = Devices.of(config, platform, num_devices, dtype)
     plan = plan_model(config, model.files, model.spec, choice)
     # The kernels' own forms hold scales in float16; on CPUs, where that loses nothing.
     in_panels = platform == "cpu" and cpu.quantized_panel_width() and plan.checkpoint is not None
     is_narrowed = num_devices == 1 and (platform == "gpu" or in_panels)
-    params = declared(plan.weights.weights)
-    weights = weight_bytes(params, abstract_mesh(num_devices), dtype, 16 if is_narrowed else 32)
-    is_large = platform == "gpu" and usable - weights >= LARGE_MEMORY
-    limits = LARGE_GPU if is_large else DEFAULTS[platform]
-    max_tokens = config.max_num_batched_tokens or limits.max_tokens
-    rows = config.max_decode_seqs or limits.max_decode_seqs
-    held, size = plan.held, dtype.itemsize
-    ffn = max(
-        (one.experts.size * one.experts.num_per_token if one.experts else one.ffn_size) for one in held.layers
-    )
-    hidden = max_tokens * size * (3 * held.hidden_size + 3 * ffn // num_devices)
-    chosen = CHOICE_ARRAYS * rows * 4 * held.vocab_size // num_devices
+    params, held = declared(plan.weights.weights), plan.held
+    weights = weight_bytes(params, mesh, dtype, 16 if is_narrowed else 32)
+    if config.enable_lora:
+        layout = AdapterLayout(held, mesh, dtype, config.max_loras, config.max_lora_rank)  # type: ignore[arg-type]
+        adapters: Any = layout.params(config.max_loras)
+        weights += weight_bytes(declared(adapters), mesh, dtype)
+    limits = StepLimits.of(config, context, platform, max(int(usable - weights), 0))
+    paddings = Paddings(config, limits, context, plan.kernels.max_single)
+    slots = SlotLayout(limits.max_decode_seqs + 1, context, held.vocab_size, paddings.table_width)
     is_kept = any(one.packed or one.rounded_to or (one.dtype or F32) != F32 for one in params)
-    is_expanded = model.bits < 16 and not is_kept
-    per_token = token_bytes(held, choice)
-    return Footprint(plan, num_devices, weights, per_token, max(hidden, chosen), is_expanded)
+    return Footprint(
+        plan,
+        num_devices,
+        paddings,
+        slots,
+        weights,
+        per_token=token_bytes(held, choice),
+        temporaries=4 * slots.num_slots * slots.width + working_bytes(held, paddings, num_devices, dtype),
+        is_expanded=model.bits < 16 and not is_kept,
+    )
+
+
+def working_bytes(held: ModelSpec, paddings: Paddings, num_devices: int, dtype: np.dtype[Any]) -> int:
+    """Of the largest program, about as the TPU compiler counts it. A step: for each token hidden states,
+    whole on every device, and a device's part of what lies between two matrices, for experts once for each
+    that a token has chosen. Or the choice of tokens: arrays like the logits."""
+    widths = []
+    for layer in held.layers:
+        routed = layer.experts
+        copies, size = (routed.num_per_token, routed.size) if routed else (0, layer.ffn_size)
+        between = 2 * size // num_devices * max(copies, 1)
+        widths.append((HIDDEN_ARRAYS + 3 * copies) * held.hidden_size + between)
+    step = paddings.limits.step_sizes[-1] * dtype.itemsize * max(widths)
+    return max(step, CHOICE_ARRAYS * paddings.max_choices * 4 * held.vocab_size // num_devices)

@@ -1,6 +1,6 @@
 """The machines that a model may be planned for: chips, and how many of them there are together.
 
-All that is known of them is in machines.toml, or in the user's own copy of it.
+All that is known of them is in machines.toml, and in a file of the user's that changes it.
 """
 
 from __future__ import annotations
@@ -85,8 +85,20 @@ class Slice(NamedTuple):
         return self.num_chips * self.chip.price
 
 
-def read_machines(path: Path = BUILT_IN) -> dict[str, Chip]:
+class Machines(NamedTuple):
+    prices: str  # of when and where they are
+    chips: Mapping[str, Chip]
+
+
+def read_machines(path: Path = BUILT_IN) -> Machines:
+    """A file need not say what it leaves as it is."""
     try:
-        return {name: Chip(name=name, **table) for name, table in tomllib.loads(path.read_text()).items()}
+        given, known = (tomllib.loads(one.read_text()) for one in (path, BUILT_IN))
+        known |= {"prices": path.name}
+        prices = {**known, **given}["prices"]
+        tables = {name: known.get(name, {}) | table for name, table in given.items() if name != "prices"}
+        everything = {**known, **tables}
+        del everything["prices"]
+        return Machines(prices, {name: Chip(name=name, **table) for name, table in everything.items()})
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"--machines={path}: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hex_llm.errors import ConfigError
 from hex_llm.planning.footprint import Footprint, Model, footprint
@@ -60,6 +60,7 @@ class Option(NamedTuple):
 class Plan(NamedTuple):
     model: Model
     load: Load
+    serve_flags: Mapping[str, Any]  # as the user gave them
     fitting: Sequence[Option]  # of each chip the smallest slice, the cheapest by the hour first
     problems: Mapping[str, str]  # of every smaller slice
 
@@ -68,7 +69,7 @@ class Plan(NamedTuple):
         return self.fitting[0]
 
 
-def make_plan(model: Model, load: Load, slices: Iterable[Slice]) -> Plan:
+def make_plan(model: Model, load: Load, slices: Iterable[Slice], serve_flags: Mapping[str, Any]) -> Plan:
     """`slices`: those of each chip from the smallest on. ConfigError: the model fits nowhere."""
     fitting: dict[str, Option] = {}
     problems: dict[str, str] = {}
@@ -76,7 +77,7 @@ def make_plan(model: Model, load: Load, slices: Iterable[Slice]) -> Plan:
         if one.chip.name in fitting:
             continue
         try:
-            found = footprint(model, one.chip.platform, one.num_devices, one.chip.usable)
+            found = footprint(model, one.chip.platform, one.num_devices, one.chip.usable, load.context)
         except ConfigError as error:
             problems[one.name] = str(error)
             continue
@@ -88,7 +89,8 @@ def make_plan(model: Model, load: Load, slices: Iterable[Slice]) -> Plan:
     if not fitting:
         name, problem = list(problems.items())[-1]
         raise ConfigError(f"the model fits on none of {', '.join(problems)}; on {name}: {problem}")
-    return Plan(model, load, sorted(fitting.values(), key=lambda one: one.slice.price), problems)
+    by_price = sorted(fitting.values(), key=lambda one: one.slice.price)
+    return Plan(model, load, serve_flags, by_price, problems)
 
 
 def problem_of(option: Option) -> str:
@@ -103,6 +105,8 @@ def problem_of(option: Option) -> str:
     if told.max_concurrency < 1:
         short = f"KV cache for {told.kv_tokens:,} tokens, less than one context of {load.context:,}"
         return f"{weights} of {usable} are weights: {short}{expanded}"
+    if (most := found.paddings.limits.max_decode_seqs) < load.concurrency:
+        return f"{most} sequences run at once, not {load.concurrency}: --max_decode_seqs changes that"
     if told.max_concurrency < load.concurrency:
         contexts = f"{told.max_concurrency:.1f} contexts of {load.context:,} tokens"
         return f"the KV cache holds {contexts}, not {load.concurrency}{expanded}"
@@ -114,7 +118,7 @@ def figures_of(one: Slice, found: Footprint, load: Load) -> Figures:
     free = chip.usable - found.weights
     spare = math.floor(100 * (1 - found.temporaries / free)) / 100 if free > 0 else 0.0
     factor = max(min(START_FACTOR, spare), 0.0)
-    kv_tokens = max(int(free * factor / found.per_token), 0)
+    kv_tokens = found.kv_tokens(free * factor)
     flops = one.num_devices * chip.flops
     pairs = sum(each * min(num / 2, far) * num for far, each in work.per_pair.items())
     prefill = max((num * work.per_token + pairs) / flops, found.read_in_step(num) / chip.bandwidth)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hex_llm.planning.machines import GPU_SHARE, Chip
+from hex_llm.planning.machines import GPU_SHARE, Machines
 from hex_llm.planning.plan import RULE_CHIP, RULE_GB, TYPES, Option, Plan, least_gb, rule_slice
 
 TEMPLATES = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
@@ -30,15 +29,13 @@ COLUMNS = (
 
 def flags_of(plan: Plan, option: Option) -> list[str]:
     """What the server is to be told besides its model."""
-    config, one = plan.model.config, option.slice
+    one = option.slice
     flags = {
+        **plan.serve_flags,
         "tensor_parallel_size": one.num_devices,
         "num_hosts": one.num_hosts if one.num_hosts > 1 else None,
         "max_model_len": plan.load.context,
         "hbm_utilization_factor": option.figures.hbm_utilization_factor,
-        "quantization": config.quantization,
-        "kv_cache_dtype": None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        "revision": config.revision,
     }
     return [f"--{name}={value}" for name, value in flags.items() if value is not None]
 
@@ -57,7 +54,6 @@ def values_of(plan: Plan, option: Option, **given: Any) -> dict[str, Any]:
         **given.pop("environment", {}),
     }
     args = ["--host=0.0.0.0", "--port=7080", *([f"--model={model}"] if model else []), *flags]
-    args += given.pop("serve_flags", [])
     hardware: dict[str, Any] = {"tpu_topology": one.topology} if one.num_hosts > 1 else {}
     flag = f"--tpu-topology={one.topology}" if hardware else ""
     if chip.platform == "gpu":
@@ -94,7 +90,7 @@ def commands(plan: Plan, image: str) -> dict[str, str]:
     return {name: text.format(**values).strip() for name, text in texts.items()}
 
 
-def as_json(plan: Plan, chips: Mapping[str, Chip], image: str) -> dict[str, Any]:
+def as_json(plan: Plan, machines: Machines, image: str) -> dict[str, Any]:
     model = plan.model
     return {
         "model": model.config.model,
@@ -103,8 +99,9 @@ def as_json(plan: Plan, chips: Mapping[str, Chip], image: str) -> dict[str, Any]
         "bits": model.bits,
         "max_len": model.spec.max_len,
         "least_gb": {name: least_gb(model.named_billions, bits) for name, bits in TYPES.items()},
-        "steps": steps(plan, chips),
+        "steps": steps(plan, machines),
         "load": plan.load._asdict(),
+        "prices": machines.prices,
         "options": [_option(plan, one) for one in plan.fitting],
         "does_not_fit": dict(plan.problems),
         "commands": commands(plan, image),
@@ -117,11 +114,11 @@ def _option(plan: Plan, option: Option) -> dict[str, Any]:
     return {**place, **option.figures._asdict(), "flags": flags_of(plan, option)}
 
 
-def steps(plan: Plan, chips: Mapping[str, Chip]) -> list[str]:
+def steps(plan: Plan, machines: Machines) -> list[str]:
     """The five of Hex-LLM's documentation."""
     model, best, size = plan.model, plan.best.figures, plan.model.named_billions
     gb = least_gb(size, model.bits)
-    wanted = rule_slice(gb, chips[RULE_CHIP]) if RULE_CHIP in chips else None
+    wanted = rule_slice(gb, machines.chips[RULE_CHIP])
     by_rule = "more than the largest slice has"
     if wanted is not None:
         by_rule = f"{wanted.machine_type}, {wanted.topology}: --tensor_parallel_size={wanted.num_chips}"
@@ -135,8 +132,8 @@ def steps(plan: Plan, chips: Mapping[str, Chip]) -> list[str]:
     ]
 
 
-def as_text(plan: Plan, chips: Mapping[str, Chip], image: str) -> str:
-    told, load = as_json(plan, chips, image), plan.load
+def as_text(plan: Plan, machines: Machines, image: str) -> str:
+    told, load = as_json(plan, machines, image), plan.load
     rows = [COLUMNS, *(_row(one, "*" if one is plan.best else "") for one in plan.fitting)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -148,7 +145,7 @@ def as_text(plan: Plan, chips: Mapping[str, Chip], image: str) -> str:
         "",
         f"The smallest slices that fit {load.concurrency} contexts of {load.context:,} tokens. Times are "
         f"likely ones, for {load.input_len} tokens in and {load.output_len} out, {load.concurrency} at once; "
-        "weights are a device's, in GB:",
+        f"weights are a device's, in GB; prices are {machines.prices}:",
         *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
     ]
     if plan.problems:

@@ -39,7 +39,7 @@ def chat(argv: Sequence[str]) -> None:
     parser = Parser("chat", about, "[MODEL] [flags]", program="hex-llm")
     flags: list[Flag] = [
         ("url", str, None, "a server that runs, such as http://localhost:7080"),
-        ("api-key", str, os.environ.get("HEX_LLM_API_KEY"), "its key; also HEX_LLM_API_KEY"),
+        ("api-key", str, os.environ.get("VLLM_API_KEY"), "its key; also VLLM_API_KEY"),
         ("system", str, None, "how the model is to behave"),
         ("prompt", str, None, "ask this, print the answer and leave"),
         ("set", {"action": "append"}, [], "NAME=VALUE, a field of the requests; may be given several times"),

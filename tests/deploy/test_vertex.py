@@ -68,19 +68,20 @@ def test_70b_over_four_hosts(config: Config, capsys: pytest.CaptureFixture[str])
 
 def test_405b_on_eight_gpus(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """Hugging Face's example of Llama 3.1 405B in FP8."""
-    made = dry(capsys, config("405b-fp8"), "--on=H100", "--project=p", "--region=r", "--serve-flags=--seed 3")
+    made = dry(capsys, config("405b-fp8"), "--on=H100", "--project=p", "--region=r", "--seed=3")
     assert made["aiplatform.init"] == {"project": "p", "location": "r"}
     deploy = made["model.deploy"]
     assert (deploy["machine_type"], deploy["accelerator_count"]) == ("a3-highgpu-8g", 8)
     assert deploy["accelerator_type"] == "NVIDIA_H100_80GB"
-    assert made["aiplatform.Model.upload"]["serving_container_args"][-2:] == ["--seed", "3"]
+    assert "--seed=3" in made["aiplatform.Model.upload"]["serving_container_args"]
     assert "instances" in made["endpoint.predict"]
 
 
 def test_a_token_is_not_shown(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    made = dry(capsys, config("8b"), "--on=v5e", "--hf-token=hf_secret")
+    made = dry(capsys, config("8b"), "--on=v5e", "--hf-token=hf_secret", "--api-key=secret")
     environment = made["aiplatform.Model.upload"]["serving_container_environment_variables"]
-    assert environment["HF_TOKEN"] == "***"
+    assert environment["HF_TOKEN"] == environment["VLLM_API_KEY"] == "***"
+    assert "secret" not in str(made)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_a_token_is_not_shown(config: Config, capsys: pytest.CaptureFixture[str]
     [
         ([], "--project: needs a value"),
         (["--project=p", "--region=r"], "--image: needs a value"),
-        (["--serve-flags=--sead=3"], "--sead: unknown flag"),
+        (["--sead=3"], "--sead: unknown flag; did you mean --seed?"),
         (["--project=p", "--region=r", "--image=i", "--on=v5e"], "pip install google-cloud-aiplatform"),
     ],
 )

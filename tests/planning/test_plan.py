@@ -16,6 +16,7 @@ import pytest
 from hex_llm.cli import main
 from hex_llm.config import EngineConfig
 from hex_llm.engine.loading import load_engine
+from hex_llm.flags import spellings
 from hex_llm.planning.footprint import footprint, opened_model
 from hex_llm.weights.source import fetch
 from tests.tiny import FAMILIES, Tiny
@@ -89,7 +90,7 @@ def test_times_start_from_the_floor(plan: Plan, concurrency: int, floor_ms: floa
         (None, {}),
         pytest.param(None, {"quantization": "none"}, marks=pytest.mark.slow),
         ("llama3", {"tensor_parallel_size": 4}),
-        ("gemma2-9b", {}),
+        ("gemma2-9b", {"enable_lora": True, "max_loras": 2}),
         ("qwen3-moe", {"tensor_parallel_size": 2}),
         ("qwen2-tied", {"dtype": "bfloat16", "tensor_parallel_size": 2}),
     ],
@@ -107,7 +108,7 @@ def test_a_real_run_takes_what_was_planned(tiny: str | None, flags: dict[str, An
         **flags,
     )
     with opened_model(config) as opened:
-        planned = footprint(opened, "cpu", config.tensor_parallel_size, usable=1e9)
+        planned = footprint(opened, "cpu", config.tensor_parallel_size, usable=1e9, context=64)
     memory = load_engine(config)[0].memory
     held, kv = (float(size) * 2**20 for size in re.findall(r"(?:weights|KV cache) ([\d.]+) MiB", memory))
     assert planned.weights == pytest.approx(held, rel=0.05, abs=0.06 * 2**20)
@@ -146,12 +147,36 @@ def test_headers_of_the_hub_are_enough(tmp_path: Path) -> None:
     assert default["bits"] == 6
 
 
+def test_every_flag_of_the_server_counts_and_is_passed_on(plan: Plan) -> None:
+    sizes = {}
+    for dtype in spellings()["kv_cache_dtype"].flag.choices:
+        (option,) = plan("8b", "--on=H100-8", f"--kv-cache-dtype={dtype}")["options"]
+        sizes[dtype] = option["kv_bytes_per_token"]
+        assert f"--kv_cache_dtype={dtype}" in option["flags"]
+    assert sizes["auto"] == sizes["bfloat16"] == sizes["float16"] == 16384
+    assert sizes["float32"] == 2 * sizes["auto"]
+    assert sizes["int8"] == sizes["fp8"] == sizes["fp8_e4m3"] == sizes["auto"] * 33 / 64
+    plain, adapted = (
+        plan("8b", "--on=L4", "--tensor-parallel-size=4", *more)["options"][0]
+        for more in ((), ("--enable_lora", "--max_loras=4"))
+    )
+    assert plain["name"] == "L4-4"
+    assert adapted["weights_bytes"] > plain["weights_bytes"], "the slots of adapters"
+    assert "--enable_lora=True" in adapted["flags"]
+
+
+def test_the_cache_is_not_larger_than_the_engine_would_make_it(plan: Plan) -> None:
+    (option,) = plan("8b", "--on=H200", "--max_decode_seqs=20", "--max_model_len=1000")["options"]
+    assert option["kv_tokens"] == 20 * 1024
+
+
 def test_the_user_prices(plan: Plan, tmp_path: Path) -> None:
-    table = Path("hex_llm/planning/machines.toml").read_text().replace("price = 2.70", "price = 0.27")
-    (own := tmp_path / "own.toml").write_text(table)
-    usual, cheap = (plan("8b", "--on=v6e", *more)["options"][0] for more in ((), (f"--machines={own}",)))
-    ratio = cheap["dollars_per_million_output_tokens"] / usual["dollars_per_million_output_tokens"]
-    assert ratio == pytest.approx(0.1)
+    """A file that says nothing else."""
+    (own := tmp_path / "own.toml").write_text('prices = "ours of May"\n[v6e]\nprice = 0.27\n')
+    usual, cheap = (plan("8b", "--on=v6e", *more) for more in ((), (f"--machines={own}",)))
+    assert (usual["prices"][:16], cheap["prices"]) == ("examples of 2025", "ours of May")
+    costs = [told["options"][0]["dollars_per_million_output_tokens"] for told in (usual, cheap)]
+    assert costs[1] == pytest.approx(costs[0] / 10)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +186,10 @@ def test_the_user_prices(plan: Plan, tmp_path: Path) -> None:
         (["--on=v9"], "--on=v9: no such chip or slice; there are v5e, v6e, v5p, v7x, H100,"),
         (["--machines=none.toml"], "--machines=none.toml: [Errno 2] No such file"),
         (["--contextt=3"], "--contextt: unknown flag"),
+        (["--kv-cache-dtype=int3"], "--kv-cache-dtype=int3: must be one of auto, bfloat16,"),
+        (["--num_hosts=2"], "--num_hosts: a plan is of one replica"),
+        (["--on=v5e", "--tensor_parallel_size=3"], "--tensor_parallel_size=3: there is no such slice"),
+        (["--on=v5p", "--concurrency=300"], "256 sequences run at once, not 300: --max_decode_seqs"),
         (["--on=v5p", "--compile"], "--compile: there is no TPU compiler here: No module"),
         (["--on=H200", "--compile"], "--compile: H200-8 is no TPU"),
     ],
