@@ -7,7 +7,6 @@ is made and never changed; derive with `replace`.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,6 @@ from hex_llm.errors import ConfigError
 from hex_llm.flag_fields import MAX_INT, flag, flags_of
 
 HEX_LLM_PREFILL_PADDING = 512  # its default of prefill_len_padding
-# Of the host's memory, for all sequences that wait or run; and what one costs in both processes together.
-QUEUE_SHARE = 0.1
-BYTES_PER_TOKEN = 80
-BYTES_PER_SEQUENCE = 20_000
 
 
 def check_fields(config: EngineConfig | ServerConfig) -> None:
@@ -335,16 +330,6 @@ class EngineConfig:
     def replicas_per_host(self) -> int:
         num_hosts = 1 if self.coordinator_address is None else self.num_hosts
         return max(self.data_parallel_size // num_hosts, 1)
-
-    def max_sequences(self, max_len: int, max_decode_seqs: int) -> int:
-        """That may be waiting and running at one replica: enough for every burst that can be served in good
-        time, and what fits into a share of the memory even if all of them are as long as can be."""
-        if self.max_concurrent_requests is not None:
-            return self.max_concurrent_requests
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        share = int(memory * QUEUE_SHARE) // self.replicas_per_host
-        fit = share // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
-        return max(2 * max_decode_seqs, min(max(1024, 16 * max_decode_seqs), fit))
 
 
 @dataclass(frozen=True, kw_only=True)

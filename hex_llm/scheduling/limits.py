@@ -4,6 +4,7 @@ steps take."""
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from hex_llm.flag_fields import MAX_INT
 from hex_llm.types import StepPlan
 
 LARGE_MEMORY = 40 << 30  # of a device, free after the weights: for so many sequences as only large ones hold
+# Of the host's memory, for all sequences that wait or run; and what one costs in both processes together.
+QUEUE_SHARE = 0.1
+BYTES_PER_TOKEN = 80
+BYTES_PER_SEQUENCE = 20_000
 
 Grid = tuple[tuple[float, int], ...]  # up to which number there are how many sizes from it to its double
 UNIT = 8  # of sizes of steps
@@ -75,11 +80,22 @@ class StepLimits:
             budget,
             chunked,
             prefix_unit(config),
-            config.max_sequences(max_len, max_seqs),
+            max_sequences(config, max_len, max_seqs),
             (config.target_step_ms or chosen.target_step_ms) / 1000,
             sizes(largest, unit or UNIT, () if unit else chosen.grid),
             sizes(max_seqs, config.decode_seqs_padding or UNIT, chosen.grid),
         )
+
+
+def max_sequences(config: EngineConfig, max_len: int, max_decode_seqs: int) -> int:
+    """That may be waiting and running at one replica: enough for every burst that can be served in good
+    time, and what fits into a share of the memory even if all of them are as long as can be."""
+    if config.max_concurrent_requests is not None:
+        return config.max_concurrent_requests
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    share = int(memory * QUEUE_SHARE) // config.replicas_per_host
+    fit = share // (BYTES_PER_TOKEN * max_len + BYTES_PER_SEQUENCE)
+    return max(2 * max_decode_seqs, min(max(1024, 16 * max_decode_seqs), fit))
 
 
 def sizes(largest: int, unit: int, grid: Grid = ()) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from hex_llm.flag_fields import MAX_INT
 from hex_llm.frontend.client import EngineClient
 from hex_llm.frontend.requests import Places, Room
 from hex_llm.sampling_params import SamplingParams
+from hex_llm.scheduling.limits import max_sequences
 from tests.frontend.clients import LONG, SHORT, complete, process_of, until, with_client
 from tests.server.fakes import FAILS_TO_ADD, ByteCodec, byte_tokenizer
 
@@ -141,7 +142,7 @@ def test_the_number_follows_from_memory_and_the_largest_step(monkeypatch: pytest
     def most(num_gib: int, max_len: int, max_decode_seqs: int = 256, **flags: int) -> int:
         nonlocal memory
         memory = num_gib << 30
-        return EngineConfig(**flags).max_sequences(max_len, max_decode_seqs)  # type: ignore[arg-type]
+        return max_sequences(EngineConfig(**flags), max_len, max_decode_seqs)  # type: ignore[arg-type]
 
     assert most(1024, 8192) == 4096
     assert most(1024, 8192, max_decode_seqs=8) == 1024
