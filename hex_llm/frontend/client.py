@@ -24,6 +24,7 @@ from hex_llm.errors import ConfigError, EngineStopped, HexError, InvalidRequest,
 from hex_llm.frontend.beside import read
 from hex_llm.frontend.devices import variables_of
 from hex_llm.frontend.outputs import OutputCollector
+from hex_llm.frontend.process import Supervisor
 from hex_llm.frontend.replica import Replica
 from hex_llm.frontend.requests import Generation, Observer, Room, Timeline
 from hex_llm.frontend.router import Router
@@ -110,11 +111,12 @@ class EngineClient:
         supervisors = [one.supervisor for one in self.replicas]
         here, elsewhere = supervisors[: self._num_here], supervisors[self._num_here :]
 
-        async def start_here() -> None:
-            await here[0].start()  # which fetches and compiles what the others then find
-            await asyncio.gather(*(one.start() for one in here[1:]))
+        async def start_behind(one: Supervisor) -> None:
+            await asyncio.shield(starting[0])  # which fetches and compiles what the others then find
+            await one.start()
 
-        starting = [asyncio.create_task(job) for job in (start_here(), *(one.start() for one in elsewhere))]
+        jobs = (here[0].start(), *map(start_behind, here[1:]), *(one.start() for one in elsewhere))
+        starting = [asyncio.create_task(job) for job in jobs]
         try:
             await asyncio.gather(*starting)
         except BaseException:

@@ -68,6 +68,7 @@ def engines() -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow  # eight processes start one after another
 def test_a_replica_elsewhere_serves_dies_and_comes_back(config: EngineConfig) -> None:
     async def test(client: EngineClient) -> None:
         there = client.replicas[1]
