@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from hex_llm.planning.footprint import footprint, opened_model
 from hex_llm.weights.source import fetch
 from tests.tiny import FAMILIES, Tiny
 from tests.weights.hub_server import Hub, running
+from tools.tpu_models import MODELS
 
 Plan = Callable[..., Any]
 SAVED = {tiny.name: tiny for tiny in FAMILIES}
@@ -115,6 +117,26 @@ def test_a_real_run_takes_what_was_planned(tiny: str | None, flags: dict[str, An
     assert planned.per_token * 17 * 32 == pytest.approx(kv, rel=0.05, abs=0.06 * 2**20)
 
 
+TABLE = re.compile(r"^\| [^|]*, v\de \dx\d \| decode \| ([\d.]+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) /", re.M)
+
+
+def test_the_compilers_own_figures(tmp_path: Path) -> None:
+    """Those of docs/kernels.md: bytes of a chip, by the TPU compiler. gpt-oss is left out: its attention
+    there is XLA's own, which copies pages."""
+    rows = TABLE.findall(Path("docs/kernels.md").read_text())
+    for (name, model), row in zip(MODELS.items(), rows, strict=True):
+        if name.startswith("gpt-oss"):
+            continue
+        weights, pages, everything = (float(gb) * 1e9 for gb in row)
+        (tmp_path / "config.json").write_text(json.dumps(model.config))
+        sizes = {"max_decode_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 8192}
+        with opened_model(EngineConfig(model=str(tmp_path), **sizes)) as opened:
+            found = footprint(opened, "tpu", math.prod(model.sides), usable=17e9, context=8192)
+        held = found.weights, 98304 * found.per_token
+        assert held == pytest.approx((weights, pages), rel=0.01, abs=1e7), name
+        assert sum(held) + found.temporaries == pytest.approx(everything, rel=0.05), name
+
+
 SCRIPT = """
 import sys
 from hex_llm.cli import main
@@ -133,7 +155,8 @@ def test_headers_of_the_hub_are_enough(tmp_path: Path) -> None:
     with running(Hub()) as hub:
         hub.put("org/sharded", files)
         hub.put("org/gguf", {"model.gguf": gguf.read_bytes(), "README.md": b""})
-        own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": ""}
+        patience = {"HF_HUB_ETAG_TIMEOUT": "100", "HF_HUB_DOWNLOAD_TIMEOUT": "100"}  # on a busy machine
+        own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "", **patience}
         command = [sys.executable, "-c", SCRIPT]
         done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=120)
         large = [line for line in hub.log if ".safetensors " in line or ".gguf" in line]
