@@ -89,7 +89,7 @@ def check_tiny(tiny: Tiny, form: Format, folder: Path, *device_counts: int) -> N
     ids=lambda of: of if isinstance(of, str) else of.name,
 )
 def test_logits_equal_those_of_the_expanded_weights(tiny: Tiny, name: str, tmp_path: Path) -> None:
-    check_tiny(tiny, BY_NAME[name], tmp_path / "model", 1, 4)
+    check_tiny(tiny, BY_NAME[name], tmp_path / "model", 1)  # on several devices: those below
 
 
 @pytest.mark.slow
