@@ -41,7 +41,7 @@ class Outcome:
     def refused_with(self, *words: str) -> None:
         """One line, soon, that holds `words` and nothing that should stay inside."""
         assert self.path is None
-        assert self.seconds < 10
+        assert self.seconds < 30
         assert_one_line(self.refusal, *words)
 
 
