@@ -117,16 +117,15 @@ def test_a_real_run_takes_what_was_planned(tiny: str | None, flags: dict[str, An
     assert planned.per_token * 17 * 32 == pytest.approx(kv, rel=0.05, abs=0.06 * 2**20)
 
 
-TABLE = re.compile(r"^\| [^|]*, v\de \dx\d \| decode \| ([\d.]+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) /", re.M)
+TABLE = re.compile(r"^\| ([^|]*), v\de \dx\d \| decode \| ([\d.]+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) /", re.M)
 
 
 def test_the_compilers_own_figures(tmp_path: Path) -> None:
-    """Those of docs/kernels.md: bytes of a chip, by the TPU compiler. gpt-oss is left out: its attention
-    there is XLA's own, which copies pages."""
+    """Those of docs/kernels.md: bytes of a chip, by the TPU compiler, for models in bfloat16."""
     rows = TABLE.findall(Path("docs/kernels.md").read_text())
-    for (name, model), row in zip(MODELS.items(), rows, strict=True):
-        if name.startswith("gpt-oss"):
-            continue
+    assert len(rows) >= 9
+    for name, *row in rows:
+        model = MODELS[name.lower()]
         weights, pages, everything = (float(gb) * 1e9 for gb in row)
         (tmp_path / "config.json").write_text(json.dumps(model.config))
         sizes = {"max_decode_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 8192}
