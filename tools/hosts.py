@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -52,6 +53,12 @@ def free_port() -> int:
         return port
 
 
+def greedy(num_tokens: int) -> dict[str, Any]:
+    """The body of a request whose tokens can be compared."""
+    fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"prompt": PROMPT, "max_tokens": num_tokens, **fixed}
+
+
 class Hosts:
     """The first of the two answers at `address`. `flags` say what they share: one replica, or replicas."""
 
@@ -83,13 +90,7 @@ class Hosts:
         return ["ip", "netns", "exec", self.networks[index]] if self.networks else []
 
     def ask(self, num_tokens: int = 16) -> httpx.Response:
-        body = {
-            "prompt": PROMPT,
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+        body = greedy(num_tokens)
         url = f"{self.address}/v1/completions"
         if not self.networks:
             return httpx.post(url, json=body, timeout=120)

@@ -33,12 +33,12 @@ import psutil
 from tools.hosts import (
     ENVIRONMENT,
     FLAGS,
-    PROMPT,
     SERVE,
     SERVE_FAKES,
     Hosts,
     cut,
     free_port,
+    greedy,
     hosts,
     two_networks,
 )
@@ -61,8 +61,7 @@ ENDS = {"done", "error told", "refused 500", "refused 503"}
 
 
 def tokens_of(address: str) -> list[int]:
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    reply = httpx.post(f"{address}/v1/completions", json=body, timeout=COMPILED_S)
+    reply = httpx.post(f"{address}/v1/completions", json=greedy(8), timeout=COMPILED_S)
     ids: list[int] = reply.raise_for_status().json()["choices"][0]["token_ids"]
     return ids
 

@@ -94,11 +94,9 @@ def read_machines(path: Path = BUILT_IN) -> Machines:
     """A file need not say what it leaves as it is."""
     try:
         given, known = (tomllib.loads(one.read_text()) for one in (path, BUILT_IN))
-        known |= {"prices": path.name}
-        prices = {**known, **given}["prices"]
-        tables = {name: known.get(name, {}) | table for name, table in given.items() if name != "prices"}
-        everything = {**known, **tables}
-        del everything["prices"]
-        return Machines(prices, {name: Chip(name=name, **table) for name, table in everything.items()})
+        prices = given.pop("prices", path.name)
+        del known["prices"]
+        tables = known | {name: known.get(name, {}) | table for name, table in given.items()}
+        return Machines(prices, {name: Chip(name=name, **table) for name, table in tables.items()})
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"--machines={path}: {error}") from error
