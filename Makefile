@@ -25,8 +25,10 @@ serve: $(SERVER)  ## fetch the embedded default model and serve it; ARGS="--port
 test: $(TESTS)  ## the checks and, beside them, every fast test, compiled without optimizations
 	$(MAKE) --jobs=2 check fast-tests
 
-fast-tests: $(TESTS)
-	XLA_FLAGS="$(COMPILE_FAST)" $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not accelerator" $(ARGS)
+fast-tests: export XLA_FLAGS = $(COMPILE_FAST)
+fast-tests: $(TESTS)  # what fails beside others is run once more by itself: a busy machine's clock is nobody's fault
+	$(BIN)/python -m pytest -n 3 --dist worksteal --timeout=400 -m "not slow and not accelerator" $(ARGS) || \
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none --timeout=400
 
 check: $(TESTS)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

@@ -28,7 +28,7 @@ from llguidance import LLMatcher
 
 from hex_llm.errors import HexError, InvalidRequest, QueueFull, one_line
 from hex_llm.sampling_params import MAX_GRAMMAR, StructuredOutputs
-from hex_llm.text.grammar_trial import LIMITS, Answer, Trial
+from hex_llm.text.grammar_trial import LIMITS, NICENESS, Answer, Trial
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.text.vocabulary import Vocabulary
 
@@ -40,7 +40,6 @@ KEPT_BYTES = 64 << 20  # of compiled grammars
 REFUSAL_BYTES, REFUSED_S = 1024, 60.0  # what a refusal counts for, and how long it is remembered
 # The time of a processor that following its grammar may take a request in all, whatever its choices.
 FOLLOW_SECONDS, FOLLOW_SECONDS_PER_TOKEN = 1.0, 0.01
-BESIDE = 10  # the priority of threads that compile: everybody else's work comes first
 _PARAM = "structured_outputs"
 
 
@@ -49,6 +48,13 @@ def give_way(niceness: int) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def _begin(trial: Trial) -> None:
+    """In the thread of this trial, before it gives way: the first grammar waits for the start."""
+    with contextlib.suppress(OSError):  # whoever asks tries again
+        trial.start()
+    give_way(NICENESS)
 
 
 @dataclass(eq=False)
@@ -101,7 +107,7 @@ class GrammarFactory:
         self.num_slow = 0  # that wait for their second trial
         self.quick, self.slow = (Trial(vocabulary, seconds) for seconds in (QUICK_SECONDS, TRIAL_SECONDS))
         self._threads = {
-            trial: ThreadPoolExecutor(1, "grammar", give_way, (BESIDE,)) for trial in (self.quick, self.slow)
+            trial: ThreadPoolExecutor(1, "grammar", _begin, (trial,)) for trial in (self.quick, self.slow)
         }
 
     def submit(self, wanted: StructuredOutputs) -> Future[Matcher]:

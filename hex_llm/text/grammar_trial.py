@@ -33,10 +33,10 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 TRIAL_BYTES = 128 << 20
-WALL_SECONDS = 2  # for each second of a processor that a trial may take, which others may be using
+WALL_SECONDS = 10  # for each second of a processor that a trial may take, which others may be using
 SIMPLEST = (10.0, {"regex": "a"})
 LEAST_BYTES = 128 << 10  # of a compiled grammar
-LOWEST = 19  # the priority of a process that runs when no other wants to
+NICENESS = 10  # of trials: everybody else's work comes first
 
 Answer = dict[str, Any]  # {"lark", "bytes"}, {"refusal"} or {"late"}
 
@@ -49,12 +49,17 @@ class Trial:
         self.process: subprocess.Popen[bytes] | None = None
         self._vocabulary, self._seconds = vocabulary, seconds
 
+    def start(self) -> None:
+        """The process, where there is none: at the priority of the thread that calls, until it is ready."""
+        if self.process is None:
+            self.process = _start()
+            _send(self.process, self._vocabulary)
+
     def ask(self, wanted: StructuredOutputs) -> Answer:
         for _ in range(2):  # it may have been killed from outside
             try:
-                if self.process is None:
-                    self.process = _start()
-                    _send(self.process, self._vocabulary)
+                self.start()
+                assert self.process is not None
                 return _exchange(self.process, self._seconds, wanted)
             except (OSError, ValueError):
                 self.close()
@@ -109,7 +114,7 @@ def _received() -> Vocabulary:
 def serve_trials() -> None:
     """A vocabulary, then for each line an answer, until there are no more."""
     table = _received().table()
-    os.nice(LOWEST)
+    os.nice(max(NICENESS - os.nice(0), 0))
     here = resource.getrlimit(resource.RLIMIT_STACK)[0]
     # Half of what a thread has that compiles it again: where there is no limit, glibc gives 2 MiB.
     stack = (2 << 20 if here == resource.RLIM_INFINITY else here) // 2

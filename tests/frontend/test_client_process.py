@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 
@@ -84,7 +86,8 @@ def test_an_engine_that_always_dies_is_given_up(
         mark.touch()
         while "not started again" not in caplog.text:
             if client.ready:
-                process_of(client).kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it may be gone before that is known
+                    process_of(client).kill()
             await asyncio.sleep(0.2)
         assert caplog.text.count("starting the engine again") == module.MAX_RESTARTS
         with pytest.raises(EngineStopped, match=EngineState.GIVEN_UP.value):
