@@ -14,6 +14,9 @@ from hex_llm.errors import ModelError
 
 _UNIGRAM = 1  # a trainer's model_type
 _CONTROL, _USER_DEFINED = 3, 4  # a piece's type
+# normalizer_spec { add_dummy_prefix: false }; what follows a message is merged into it. Only a text's start
+# gets the space, not each part of it between two added tokens.
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,7 @@ class Slow:
     ):
         from sentencepiece import SentencePieceProcessor
 
-        self.processor = SentencePieceProcessor(model_proto=model.data)
-        self.processor.override_normalizer_spec(add_dummy_prefix=False)  # only the start of the text gets one
+        self.processor = SentencePieceProcessor(model_proto=model.data + NO_DUMMY_PREFIX)
         self.prefix = " " if model.prefix else ""
         self.added = added
         self.ids = {token.content: i for i, token in added.items()}

@@ -84,7 +84,7 @@ def train_sentencepiece(path: Path, *, gemma: bool = False, kind: str = "bpe") -
         sentence_iterator=iter(TRAINING),
         model_prefix=str(path.with_suffix("")),
         model_type=kind,
-        vocab_size=520 if kind == "bpe" else 360,
+        vocab_size=520 if kind == "bpe" else 350,
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
