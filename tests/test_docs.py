@@ -17,6 +17,7 @@ from hex_llm.flags import parse
 from tests.server.fakes import FakeBackend, byte_tokenizer
 from tests.server.live import live
 from tests.test_readme import run_without_curl
+from tools.plot_benchmarks import PICTURES, described, table
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -104,3 +105,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
     flags = (tmp_path / "flags/index.html").read_text()
     assert "--hbm_utilization_factor" in flags
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_shows_its_table(name: str) -> None:
+    """Where it does not: python -m tools.plot_benchmarks"""
+    rows = table((ROOT / "docs/benchmarks.md").read_text(), PICTURES[name][0])
+    assert described(rows) in (ROOT / "docs" / name).read_text()
