@@ -356,7 +356,7 @@ def test_work_is_pending_until_the_engine_has_told_its_end() -> None:
         assert client.replicas[0].status.num_pending == 0
         assert client.replicas[0].status.memory == "memory: none"
         task = asyncio.create_task(complete(client, [HANGS], SHORT))
-        await until(lambda: client.replicas[0].status.num_pending)
+        await until(lambda: client.replicas[0].status.stalled_s > 1)
         task.cancel()  # that nobody waits any more does not make the engine well
         await asyncio.sleep(0.5)
         assert not client.replicas[0].requests

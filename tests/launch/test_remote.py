@@ -132,6 +132,8 @@ def test_hosts_that_disagree_are_told_in_what(config: EngineConfig, flags: dict,
     with lending(replace(config, **flags)) as ends:
         told = hear(config)[-1]
         assert told == Failed("ConfigError", f"the hosts disagree: {message}")
+        while not ends:
+            time.sleep(0.01)
     assert isinstance(ends[0], ConfigError)
     assert message in str(ends[0])
 
