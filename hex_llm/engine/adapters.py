@@ -28,6 +28,7 @@ from hex_llm.weights.adapters import parse_adapter
 NUM_LOADERS = 8  # threads
 REMOTE_S = 60.0  # after which a bucket or the hub is asked again whether an adapter has changed
 MAX_KNOWN = 10_000  # places
+MAX_WAITING = 64  # adapters that take up the host's memory until a slot is free
 
 
 class Known(NamedTuple):
@@ -60,7 +61,7 @@ class AdapterPool:
         # Of what follows, threads change all.
         self._lock = threading.Lock()
         self._loading: set[str] = set()  # places
-        self._next: dict[str, tuple[AdapterRef, Future[HostAdapter]]] = {}  # to be looked at after that
+        self._next: dict[str, tuple[AdapterRef, Future[HostAdapter]]] = {}  # to be looked at later
         self._known: dict[str, Known] = {}
         self._kept: OrderedDict[str, HostAdapter] = OrderedDict()  # by digest, the longest unused first
         self._alive: WeakValueDictionary[str, HostAdapter] = WeakValueDictionary()  # those in slots, too
@@ -72,13 +73,25 @@ class AdapterPool:
         before they asked: it may have changed since."""
         with self._lock:
             _, done = self._next.setdefault(ref.source, (ref, Future()))
-            if ref.source not in self._loading:
-                self._start(ref.source)
+            self._start_next()
             return done
 
-    def _start(self, source: str) -> None:
-        self._loading.add(source)
-        self._loaders.submit(self._run, *self._next.pop(source))
+    def go_on(self) -> None:
+        """Lets those be loaded for whom there is room now."""
+        with self._lock:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        """In their order; those that are here already need no room."""
+        in_slots = {slot.adapter.digest for slot in self._slots if slot.adapter}
+        room = MAX_WAITING - len(self._loading) - len(self._alive.keys() - self._kept.keys() - in_slots)
+        for source in [one for one in self._next if one not in self._loading]:
+            known = self._known.get(source)
+            is_here = known is not None and known.digest in self._alive
+            if room > 0 or is_here:
+                room -= not is_here
+                self._loading.add(source)
+                self._loaders.submit(self._run, *self._next.pop(source))
 
     def _run(self, ref: AdapterRef, done: Future[HostAdapter]) -> None:
         try:
@@ -87,8 +100,7 @@ class AdapterPool:
             done.set_exception(error)
         with self._lock:
             self._loading.discard(ref.source)
-            if ref.source in self._next:
-                self._start(ref.source)
+            self._start_next()
 
     def _load(self, ref: AdapterRef) -> HostAdapter:
         try:

@@ -222,6 +222,8 @@ class RequestBook:
     def begin_prepared(self) -> None:
         """Lets those run whose grammars and adapters are ready; ends those whose grammars take too long."""
         takes_slots = True
+        if self._preparing and self._adapters is not None:
+            self._adapters.go_on()
         for active in list(self._preparing.values()):
             waited_s, matcher = time.monotonic() - active.added, active.matcher
             try:

@@ -18,7 +18,7 @@ from hex_llm import LLM
 from hex_llm import llm as llm_module
 from hex_llm.admission import check_request
 from hex_llm.config import EngineConfig
-from hex_llm.engine import book
+from hex_llm.engine import adapters, book
 from hex_llm.engine.engine import Engine
 from hex_llm.errors import InvalidRequest
 from hex_llm.types import AdapterRef
@@ -26,6 +26,8 @@ from hex_llm.weights import adapter_source
 from tests.adapted import NAMES, Judge, adapted_engine, adapted_request
 from tests.engine.driving import LLAMA, drive, fresh_engine, tokens
 from tests.tiny import Tiny
+
+FILE = "adapter_config.json"
 
 
 class Served(NamedTuple):
@@ -150,6 +152,20 @@ def test_many_who_ask_cause_one_download(served: Served, monkeypatch: pytest.Mon
     assert fetched == ["gs://bucket/slow"]
     assert tokens(told["b", 0]) == said(served.judge, "b", prompt, 6)
     assert all(tokens(told[one.request_id, 0]) == said(served.judge, "a", prompt, 3) for one in waiting)
+
+
+def test_not_too_many_fill_the_memory_while_they_wait(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(adapters, "MAX_WAITING", 1)
+    engine, names, alive = fresh_engine(served.engine), [f"{i}" for i in range(8)], list[int]()
+    for i, name in enumerate(names):  # eight that differ
+        config = json.loads((shutil.copytree(served.folder / "a", tmp_path / name) / FILE).read_text())
+        (tmp_path / name / FILE).write_text(json.dumps({**config, "lora_alpha": i + 1}))
+    asked = [adapted_request(name, LLAMA.prompt(0), tmp_path / name, max_tokens=4) for name in names]
+    told = drive(engine, asked, lambda _: alive.append(len(engine.book._adapters._alive)))
+    assert len({tuple(tokens(told[name, 0])) for name in names}) > 1
+    assert 3 <= max(alive) <= 2 + 1 + 1, "in slots, kept, and waiting"
 
 
 def test_who_waits_for_a_slot_is_not_passed_for_ever(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
