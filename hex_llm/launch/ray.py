@@ -164,6 +164,8 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_actor, daemon=True).start()
+    with suppress(OSError):  # not everyone may: docs/scaling.md
+        os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray's processes give way to all others of their node
     serve_host(EngineConfig(**config))
 
 
