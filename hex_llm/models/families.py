@@ -374,6 +374,8 @@ def model_spec(
 ) -> ModelSpec:
     """The spec of a config.json, with the user's overrides; ModelError on what cannot be served."""
     spec = FAMILIES[_architecture(config)](HFConfig(config))
+    if config.get("experts_apart"):  # as they are in GGUF files
+        spec = replace(spec, names=replace(spec.names, stacked_experts=False, interleaved=False))
     if sliding_window is not None:
         spec = _override_window(spec, sliding_window)
     return replace(spec, max_len=max_model_len or spec.max_len)

@@ -253,11 +253,12 @@ def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
     width, num, size = spec.hidden_size, experts.num, experts.size
     pieces = _stacked if names.stacked_experts else _apart
     gate_up, down = pieces(names, prefix + "experts", num, size, width)
-    up_bias = Piece(prefix + "experts.gate_up_proj_bias", (num, 2 * size), (num, size, 2), order=(0, 2, 1))
     return FeedForward(
         gate_up=Dense(Param((num, 2, size, width), ("experts", None, "ffn", None), gate_up), num_outputs=3),
         down=Dense(Param((num, width, size), ("experts", None, "ffn"), down), num_outputs=2),
-        gate_up_bias=Param((num, 2, size), (None, None, "ffn"), (up_bias,)) if experts.bias else None,
+        gate_up_bias=Param((num, 2, size), (None, None, "ffn"), _biases(names, prefix + "experts", num, size))
+        if experts.bias
+        else None,
         down_bias=_whole(prefix + "experts.down_proj_bias", (num, width)) if experts.bias else None,
         router=_whole(f"{prefix}{names.router}.weight", (num, width)),
         router_bias=_whole(f"{prefix}{names.router}.bias", (num,)) if experts.bias else None,
@@ -298,6 +299,16 @@ def _stacked(names: CheckpointNames, prefix: str, num: int, size: int, width: in
         gate_up = (Piece(prefix + ".gate_up_proj", shape, (num, width, size, 2), order=(0, 3, 2, 1)),)
     stored = (num, size, width)
     return gate_up, (Piece(prefix + ".down_proj", stored, stored, order=order),)
+
+
+def _biases(names: CheckpointNames, prefix: str, num: int, size: int) -> Pieces:
+    """Of gates and ups of all experts."""
+    if names.interleaved:
+        return (Piece(prefix + ".gate_up_proj_bias", (num, 2 * size), (num, size, 2), order=(0, 2, 1)),)
+    return tuple(
+        Piece(f"{prefix}.{name}_bias", (num, size), (num, size), (slice(None), half))
+        for half, name in enumerate(names.expert[:2])
+    )
 
 
 def _dense(spec: ModelSpec, prefix: str, size: int) -> FeedForward:
