@@ -59,7 +59,7 @@ def targets(model: Any, ends: tuple[str, ...]) -> list[str]:
     """Whole names of the linear modules (and embeddings) that end so; "": all linear ones, and the head."""
     names = []
     for name, module in model.named_modules():
-        is_text = "vision" not in name and "multi_modal" not in name
+        is_text = not any(other in name for other in ("vision", "multi_modal", "router"))
         is_linear = type(module) is torch.nn.Linear
         is_named = name.rpartition(".")[2] in ends
         if is_text and (

@@ -76,11 +76,16 @@ class Tiny:
         kind, is_text = self.architecture.removesuffix("ForCausalLM"), True
         if kind.endswith("ForConditionalGeneration"):
             kind, is_text = kind.removesuffix("ForConditionalGeneration"), False
+        if kind == "Gemma4" and not is_text:
+            text = transformers.Gemma4TextConfig(**values).to_dict()
+            return transformers.Gemma4Config(
+                text_config=text, vision_config={**VISION, "num_key_value_heads": 2}, audio_config=None
+            )
         if not is_text:
             vision = {**VISION, "model_type": "pixtral" if kind == "Mistral3" else "siglip_vision_model"}
             text = {"model_type": "gemma3_text", **values}
             return getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
-        name = f"{kind}TextConfig" if kind in ("Llama4", "Gemma3") else f"{kind}Config"
+        name = f"{kind}TextConfig" if kind in ("Llama4", "Gemma3", "Gemma4") else f"{kind}Config"
         return getattr(transformers, name)(**values)
 
     def build(self, seed: int = 0) -> Any:
@@ -91,7 +96,7 @@ class Tiny:
         model = getattr(transformers, self.architecture)(config).float().eval()
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if "norm" in name:
+                if "norm" in name or name.endswith("_scale"):
                     weight.add_(torch.randn_like(weight) * 0.2)
                 else:  # a loud tied embedding would only ever repeat its input
                     quiet = "embed_tokens" in name and config.get_text_config().tie_word_embeddings
@@ -99,6 +104,8 @@ class Tiny:
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.copy_(torch.randn_like(buffer) * 0.25)
+                elif name.endswith("layer_scalar"):
+                    buffer.copy_(torch.rand_like(buffer) * 0.4 + 0.8)
         return model
 
     def save(self, folder: Path, seed: int = 0, **options: Any) -> Any:
@@ -185,6 +192,31 @@ GLM = {
     "num_hidden_layers": 3,
     "routed_scaling_factor": 1.5,
     "head_dim": 16,
+}
+GEMMA4 = {
+    "hidden_size_per_layer_input": 0,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 8,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "final_logit_softcapping": 3.0,
+}
+GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24}
+GEMMA4_ODD = {
+    "global_head_dim": 24,
+    "attention_k_eq_v": False,
+    "attention_bias": True,
+    "use_bidirectional_attention": "vision",
+    "final_logit_softcapping": None,
+    "layer_types": None,
+    "num_hidden_layers": 7,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.6, "rope_theta": 1e5},
+    },
 }
 
 FAMILIES = [
@@ -301,6 +333,14 @@ FAMILIES = [
             "sliding_window_pattern": 2,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
+    ),
+    Tiny("gemma4-31b", "Gemma4ForCausalLM", GEMMA4),
+    Tiny("gemma4-odd", "Gemma4ForCausalLM", {**GEMMA4, **GEMMA4_ODD, "num_attention_heads": 6}, devices=2),
+    Tiny("gemma4-26b-a4b-vision", "Gemma4ForConditionalGeneration", {**GEMMA4, **GEMMA4_MOE}),
+    Tiny(
+        "gemma4-moe-odd",
+        "Gemma4ForCausalLM",
+        {**GEMMA4, **GEMMA4_MOE, **MHA, "num_global_key_value_heads": 2, "num_experts": 5},
     ),
     Tiny("phi4-mini", "Phi3ForCausalLM", {**PHI4_MINI, "tie_word_embeddings": True}, prompt_len=30),
     Tiny("phi4-mini-long", "Phi3ForCausalLM", {**PHI4_MINI, **MQA, "sliding_window": 300}, prompt_len=60),

@@ -20,12 +20,13 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Work:
-        in_heads = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
-        in_layers = sum(in_heads + spec.hidden_size * _ffn_width(layer) for layer in spec.layers)
-        masks = (layer.mask for layer in spec.layers)
-        depths = Counter(float(mask.window or mask.attention_chunk or "inf") for mask in masks)
-        per_pair = {far: 4 * spec.num_heads * spec.head_dim * num for far, num in depths.items()}
-        return cls(2 * in_layers, 2 * spec.hidden_size * spec.vocab_size, per_pair)
+        in_layers, per_pair = 0, Counter[float]()
+        for layer in spec.layers:
+            heads, mask = spec.heads_of(layer), layer.mask
+            num_vectors = 2 * (heads.num + heads.num_kv) - layer.keys_as_values * heads.num_kv
+            in_layers += spec.hidden_size * (heads.dim * num_vectors + _ffn_width(layer))
+            per_pair[float(mask.window or mask.attention_chunk or "inf")] += 4 * heads.num * heads.dim
+        return cls(2 * in_layers, 2 * spec.hidden_size * spec.vocab_size, dict(per_pair))
 
     def in_step(self, chunks: Sequence[Chunk]) -> float:
         """There may be hundreds of them, so this is done in few passes."""

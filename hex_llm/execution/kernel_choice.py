@@ -30,7 +30,7 @@ from hex_llm.kernels import (
     tpu_quantized,
 )
 from hex_llm.kernels.adapters import AddAdapters
-from hex_llm.kernels.attention import LARGEST, PagedAttention
+from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Options, PagedAttention
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import RoutedExperts
 from hex_llm.kernels.gpu_launch import MIN_DOT
@@ -39,7 +39,7 @@ from hex_llm.models.adapters import add_by_all
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Weights
 from hex_llm.models.quantized import Float8, Quantized
-from hex_llm.models.spec import ModelSpec
+from hex_llm.models.spec import Heads, ModelSpec
 from hex_llm.weights.grouped import Form
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ MAX_SINGLE = 32  # a launch for chunks costs more than reading what some tokens 
 class Kernels(NamedTuple):
     attend: PagedAttention
     fused_moe: RoutedExperts
-    page_width: int  # numbers of a key in its page
+    page_width: Callable[[int], int]  # numbers of a key in its page, of those in its head
     max_single: int  # a step of so many tokens is as fast if each attends by itself
     lay_out: Callable[[Weights], Weights]  # loaded weights, whose matrices get the form that is multiplied
     can_multiply: Callable[[Form, bool], bool]  # a quantized matrix as it is; True: of routed experts
@@ -87,14 +87,24 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
         is_plain = devices.kv_dtype == np.float32
         attend = cpu.paged_attention if is_plain else reference.paged_attention
         max_single = sys.maxsize if is_plain else MAX_SINGLE
-        return Kernels(attend, cpu_experts.fused_moe, spec.head_dim, max_single, lay_out, _lies_in_panels)
-    width = tpu.padded_head_dim(spec.head_dim) if _attends_on_tpu(spec, devices) else spec.head_dim
+        return Kernels(attend, cpu_experts.fused_moe, _whole, max_single, lay_out, _lies_in_panels)
+    width = tpu.padded_head_dim if _attends_on_tpu(spec, devices) else _whole
     attend, fused_moe = _attention(spec, devices), _experts(spec, devices)
     can_multiply = partial(_can_multiply, devices=devices)
     changes: dict[str, Callable[[Any], Any]] = {"gpu": _for_gpus, "tpu": for_tpus}
     lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part))
     add_adapters = _adapters(spec, devices)
     return Kernels(attend, fused_moe, width, MAX_SINGLE, lay_out, can_multiply, add_adapters)
+
+
+def _whole(head_dim: int) -> int:
+    return head_dim
+
+
+def page_shapes(spec: ModelSpec, devices: Devices, num_blocks: int) -> list[tuple[int, ...]]:
+    """Of each layer's pages."""
+    width, heads = choose_kernels(spec, devices).page_width, map(spec.heads_of, spec.layers)
+    return [(num_blocks, devices.block_size, one.num_kv, 2, width(one.dim)) for one in heads]
 
 
 def _can_multiply(form: Form, routed: bool, devices: Devices) -> bool:
@@ -150,7 +160,10 @@ def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:
     if devices.num > 1 or devices.platform != "cpu" or devices.dtype != np.float32:
         return None
     width = cpu.panel_width()
-    return width if width is not None and spec.head_dim % (width // cpu.PANEL_VECTORS) == 0 else None
+    fits = width is not None and all(
+        heads.dim % (width // cpu.PANEL_VECTORS) == 0 for heads in spec.all_heads
+    )
+    return width if fits else None
 
 
 def _lies_in_panels(form: Form, routed: bool) -> bool:
@@ -212,23 +225,41 @@ def _by_expert(experts: Any, arrange: Callable[[jax.Array], jax.Array]) -> list[
 
 def _attention(spec: ModelSpec, devices: Devices) -> PagedAttention:
     """The kernel for these devices, or the reference where there is none for them or for this model."""
-    if devices.platform == "gpu" and gpu.can_attend(spec.group_size, spec.head_dim, devices.dtype):
-        return gpu.paged_attention
     if _attends_on_tpu(spec, devices):
         return tpu.paged_attention
-    if devices.platform != "cpu":
-        heads = f"heads of {spec.head_dim}{' with sinks' * spec.sinks} in {devices.dtype}"
-        heads += f" and pages in {devices.kv_dtype}" * (devices.kv_dtype != devices.dtype)
-        log.warning("no attention kernel for %s: a slower one is used", heads)
+    without = [heads for heads in spec.all_heads if not _attends_on_gpu(heads, devices)]
+    if devices.platform != "cpu" and without:
+        sizes = " and ".join(str(size) for size in sorted({heads.dim for heads in without}))
+        kind = f"heads of {sizes}{' with sinks' * spec.sinks} in {devices.dtype}"
+        kind += f" and pages in {devices.kv_dtype}" * (devices.kv_dtype != devices.dtype)
+        log.warning("no attention kernel for %s: a slower one is used", kind)
+    if devices.platform == "gpu" and len(without) < len(spec.all_heads):
+        return _attend_on_gpus if without else gpu.paged_attention
     return reference.paged_attention
 
 
+def _attends_on_gpu(heads: Heads, devices: Devices) -> bool:
+    return devices.platform == "gpu" and gpu.can_attend(heads.group_size, heads.dim, devices.dtype)
+
+
+def _attend_on_gpus(
+    q: jax.Array, k: jax.Array, v: jax.Array, pages: KVPages, batch: Batch, options: Options
+) -> tuple[jax.Array, KVPages]:
+    """For models of whose layers not all have heads that the kernel is for."""
+    group, head_dim = q.shape[2:]
+    attend = gpu.paged_attention if gpu.can_attend(group, head_dim, q.dtype) else reference.paged_attention
+    return attend(q, k, v, pages, batch, options)
+
+
 def _attends_on_tpu(spec: ModelSpec, devices: Devices) -> bool:
-    num_kv_heads, masks = spec.num_kv_heads // devices.num, [layer.mask for layer in spec.layers]
+    masks, sinks, block_size = [layer.mask for layer in spec.layers], spec.sinks, devices.block_size
     return (
         devices.platform == "tpu"
         and devices.kv_dtype == devices.dtype
-        and tpu.can_attend(num_kv_heads, spec.head_dim, devices.block_size, masks, spec.sinks, devices.dtype)
+        and all(
+            tpu.can_attend(num_kv // devices.num, dim, block_size, masks, sinks, devices.dtype)
+            for _, num_kv, dim, *_ in spec.all_heads
+        )
     )
 
 
@@ -246,6 +277,8 @@ def _experts(spec: ModelSpec, devices: Devices) -> RoutedExperts:
 
 def _adapters(spec: ModelSpec, devices: Devices) -> AddAdapters:
     """The kernel makes of gates and ups what that of experts does. Over several devices it is not split."""
-    fits = gpu_experts.can_fuse(spec.activation, devices.dtype) and spec.head_dim % MIN_DOT == 0
+    fits = gpu_experts.can_fuse(spec.activation, devices.dtype) and all(
+        heads.dim % MIN_DOT == 0 for heads in spec.all_heads
+    )
     is_one_gpu = devices.platform == "gpu" and devices.num == 1
     return gpu_adapters.add_adapters if is_one_gpu and fits else add_by_all

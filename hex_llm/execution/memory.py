@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
-from hex_llm.execution.kernel_choice import Devices, choose_kernels
+from hex_llm.execution.kernel_choice import Devices, page_shapes
 from hex_llm.execution.load import free_bytes
 from hex_llm.kernels.attention import empty_pages
 from hex_llm.models.spec import ModelSpec
@@ -43,10 +43,9 @@ def num_kv_blocks(
 
 def token_bytes(spec: ModelSpec, devices: Devices) -> int:
     """What the keys and values of a token take on each device."""
-    width = choose_kernels(spec, devices).page_width
-    pages = jax.eval_shape(partial(empty_pages, (1, 1, spec.num_kv_heads, 2, width), devices.kv_dtype))
-    num_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(pages))
-    return num_bytes // devices.num * len(spec.layers)
+    shapes = page_shapes(spec, devices._replace(block_size=1), 1)
+    pages = [jax.eval_shape(partial(empty_pages, shape, devices.kv_dtype)) for shape in shapes]
+    return sum(array.size * array.dtype.itemsize // devices.num for array in jax.tree.leaves(pages))
 
 
 def _room(config: EngineConfig, devices: list[jax.Device]) -> float:

@@ -32,7 +32,7 @@ from hex_llm.execution import programs
 from hex_llm.execution.adapters import AdapterLayout, HostAdapter
 from hex_llm.execution.batch import Ints, Paddings, StepShape, num_choices, pack, parts_of
 from hex_llm.execution.executable_cache import ExecutableCache
-from hex_llm.execution.kernel_choice import Devices, choose_kernels
+from hex_llm.execution.kernel_choice import Devices, choose_kernels, page_shapes
 from hex_llm.execution.profile import Recorder
 from hex_llm.execution.programs import (
     AddLogprobs,
@@ -467,8 +467,6 @@ def keep_compiled(cache_dir: Path) -> Path | None:
 
 
 def allocate_pages(spec: ModelSpec, mesh: Mesh, num_blocks: int, devices: Devices) -> Pages:
-    width = choose_kernels(spec, devices).page_width
-    shape = (num_blocks, devices.block_size, spec.num_kv_heads, 2, width)
     lie = NamedSharding(mesh, PAGES)
-    zeros = jax.jit(partial(empty_pages, shape, devices.kv_dtype), out_shardings=lie)
-    return [zeros() for _ in spec.layers]
+    zeros = jax.jit(empty_pages, static_argnums=(0, 1), out_shardings=lie)
+    return [zeros(shape, devices.kv_dtype) for shape in page_shapes(spec, devices, num_blocks)]

@@ -86,8 +86,9 @@ def block(
     out, pages = attend(q, *contained(k, v), pages, batch, options)
     h = optional_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
     x = x + scaled(h, spec.residual_scale)
-    h = feed_forward(optional_norm(x, w.ffn_norm, spec), w.ffn, spec, layer, fused_moe)
-    return x + scaled(optional_norm(h, w.ffn_post_norm, spec), spec.residual_scale), pages
+    h = feed_forward(x, w, spec, layer, fused_moe)
+    x = x + scaled(optional_norm(h, w.ffn_post_norm, spec), spec.residual_scale)
+    return x if w.scale is None else x * w.scale, pages
 
 
 def project_qkv(
@@ -95,7 +96,9 @@ def project_qkv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[T, D] -> q [T, K, G, H], k [T, K, H], v [T, K, H], rotated and normed."""
     qkv = linear(x, w.qkv, w.qkv_bias)  # [T, K, G+2, H]
-    qk, v = qkv[:, :, :-1], qkv[:, :, -1]
+    qk, v = qkv if layer.keys_as_values else qkv[:, :, :-1], qkv[:, :, -1]
+    if spec.value_norm:
+        v = normalize(v.astype(jnp.float32), spec.norm_eps).astype(x.dtype)
     if w.q_norm is not None and w.k_norm is not None:
         k = head_norm(qk[:, :, -1], w.k_norm, spec)
         qk = jnp.concatenate([head_norm(qk[:, :, :-1], w.q_norm, spec), k[:, :, None]], axis=2)
@@ -123,13 +126,19 @@ def query_scales(temperature: tuple[float, float, int], positions: jax.Array) ->
 
 
 def feed_forward(
-    x: jax.Array, w: FeedForward, spec: ModelSpec, layer: Layer, fused_moe: RoutedExperts
+    x: jax.Array, w: LayerWeights, spec: ModelSpec, layer: Layer, fused_moe: RoutedExperts
 ) -> jax.Array:
-    activation = ACTIVATIONS[spec.activation]
+    """[T, D], which is normed here: routed experts and their router may have norms of their own."""
+    activation, ffn, normed = ACTIVATIONS[spec.activation], w.ffn, optional_norm(x, w.ffn_norm, spec)
     if layer.experts is None:
-        return gated_mlp(x, w, activation)
-    out = moe(x, w, layer.experts, activation, fused_moe)
-    return out if w.shared is None else out + gated_mlp(x, w.shared, activation)
+        return gated_mlp(normed, ffn, activation)
+    routed = normed if ffn.norm is None else rms_norm(x, ffn.norm, spec)
+    seen = routed if ffn.router_norm is None else rms_norm(x, ffn.router_norm, spec)
+    out = moe(routed, seen, ffn, layer.experts, activation, fused_moe)
+    out = optional_norm(out, ffn.post_norm, spec)
+    if ffn.shared is None:
+        return out
+    return out + optional_norm(gated_mlp(normed, ffn.shared, activation), ffn.shared.post_norm, spec)
 
 
 def gated_mlp(x: jax.Array, w: FeedForward, activation: Activation) -> jax.Array:

@@ -11,7 +11,7 @@ from hex_llm.errors import ModelError
 from hex_llm.kernels.attention import Mask
 from hex_llm.models.hf_config import HFConfig, shown
 from hex_llm.models.rope_scaling import rope_from, rope_settings, rope_type
-from hex_llm.models.spec import CheckpointNames, Experts, Layer, ModelSpec, NormNames
+from hex_llm.models.spec import CheckpointNames, Experts, Heads, Layer, ModelSpec, NormNames, Rope
 
 GEMMA2_NORMS = NormNames(
     attn_post="post_attention_layernorm",
@@ -19,11 +19,28 @@ GEMMA2_NORMS = NormNames(
     ffn_post="post_feedforward_layernorm",
 )
 OLMO_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-MIXTRAL_NAMES = CheckpointNames(ffn="block_sparse_moe", expert=("w1", "w3", "w2"))
+MIXTRAL_NAMES = CheckpointNames(ffn="block_sparse_moe.", expert=("w1", "w3", "w2"))
 # What the configs of the larger ones leave out.
 GEMMA3_SIZES = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 GEMMA3_SOFTCAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 GEMMA3 = {"max_position_embeddings": 131072, **GEMMA3_SIZES, **GEMMA3_SOFTCAPS}
+GEMMA4 = {"final_logit_softcapping": None, "sliding_window": 512, "hidden_size_per_layer_input": 256}
+GEMMA4_ROPES = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
+GEMMA4_NAMES = CheckpointNames(norms=GEMMA2_NORMS, layer_scale="layer_scalar")
+GEMMA4_MOE_NAMES = CheckpointNames(
+    layer_scale="layer_scalar",
+    ffn="",
+    norms=GEMMA2_NORMS._replace(
+        routed="pre_feedforward_layernorm_2",
+        routed_post="post_feedforward_layernorm_2",
+        shared_post="post_feedforward_layernorm_1",
+    ),
+    router="router.proj",
+    router_norm="router.scale",
+    expert_scales="router.per_expert_scale",
+    shared_expert="mlp",
+    stacked_experts="outputs",
+)
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 SLIDING, FULL = WINDOWED = ("sliding_attention", "full_attention")
 CHUNKED = ("chunked_attention", FULL)
@@ -34,10 +51,7 @@ def baseline(c: HFConfig, *, theta: float = 10_000.0, interleaved: bool = False)
     num_layers, heads = c.integer("num_hidden_layers"), c.integer("num_attention_heads")
     hidden, kv_heads = c.integer("hidden_size"), c.integer("num_key_value_heads", heads)
     head_dim = c.integer("head_dim", max(hidden // heads, 1))
-    if heads % kv_heads:
-        raise ModelError(
-            f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
-        )
+    _check_sharing(heads, kv_heads)
     layer = Layer(
         rope_from(c, head_dim, theta, interleaved=interleaved), ffn_size=c.integer("intermediate_size")
     )
@@ -55,6 +69,13 @@ def baseline(c: HFConfig, *, theta: float = 10_000.0, interleaved: bool = False)
         tied=c.boolean("tie_word_embeddings"),
         eos_ids=c.ids("eos_token_id"),
     )
+
+
+def _check_sharing(heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
+        )
 
 
 def _max_len(c: HFConfig) -> int:
@@ -97,13 +118,16 @@ def _by_kind(spec: ModelSpec, kinds: Iterable[str], window: int | None) -> Model
 def _roped_by_kind(spec: ModelSpec, c: HFConfig, kinds: list[str], *thetas: float) -> ModelSpec:
     """With rope fields of each kind's own, as newer configs have them; in older ones, layers with a window
     have no scaling, and `thetas` are what they do not say."""
-    ropes = {}
-    for kind, theta in zip(WINDOWED, thetas, strict=True):
+
+    def rope(kind: str, head_dim: int) -> Rope:
         own: dict[str, Any] = {"rope_parameters": c.section("rope_parameters").section(kind).values}
         if kind == SLIDING:
             own |= {"rope_scaling": None, "rope_theta": None}
-        ropes[kind] = rope_from(HFConfig({**c.values, **own}), spec.head_dim, theta)
-    return _layered(spec, rope=[ropes[kind] for kind in kinds])
+        return rope_from(HFConfig({**c.values, **own}), head_dim, thetas[WINDOWED.index(kind)])
+
+    dims = [spec.heads_of(layer).dim for layer in spec.layers]
+    ropes = {of: rope(*of) for of in set(zip(kinds, dims, strict=True))}
+    return _layered(spec, rope=[ropes[of] for of in zip(kinds, dims, strict=True)])
 
 
 def _biased(spec: ModelSpec, c: HFConfig, *, default: bool = False) -> ModelSpec:
@@ -257,7 +281,9 @@ def gpt_oss(c: HFConfig) -> ModelSpec:
     limit, size = c.positive("swiglu_limit", 7.0), c.integer("intermediate_size")
     experts = _experts(c, 128, 4, size, bias=True, limit=limit)
     is_packed = c.section("quantization_config").get("quant_method") == "mxfp4"
-    names = CheckpointNames(router="router", stacked_experts=not is_packed, interleaved=True)
+    names = CheckpointNames(
+        router="router", stacked_experts=None if is_packed else "inputs", interleaved=True
+    )
     spec = _by_kind(_sparse(spec, experts), kinds, c.integer("sliding_window", 128))
     return replace(spec, activation="quick_gelu", names=names)
 
@@ -304,6 +330,39 @@ def gemma3(c: HFConfig) -> ModelSpec:
     return replace(spec, head_norm="each", max_len=c.integer("max_position_embeddings"))
 
 
+def gemma4(c: HFConfig) -> ModelSpec:
+    """Gemma 4 31B and 26B-A4B: layers without a window have heads of their own."""
+    c = HFConfig(c.values, {**GEMMA4, "rope_parameters": GEMMA4_ROPES})
+    refused = [c.integer(name, 0, low=0) for name in ("hidden_size_per_layer_input", "num_kv_shared_layers")]
+    if any(refused) or c.get("use_bidirectional_attention") == "all":
+        raise ModelError("config.json: of Gemma 4, only models like 31B and 26B-A4B are supported")
+    num, same = c.integer("num_hidden_layers"), c.boolean("attention_k_eq_v")
+    kinds = c.per_layer("layer_types", WINDOWED, [WINDOWED[i % 6 == 5] for i in range(num)])
+    kinds = [*kinds[:-1], FULL]  # whatever is said
+    spec = gemma3(HFConfig({**c.values, "layer_types": kinds, "use_bidirectional_attention": None}))
+    num_kv = c.get("num_global_key_value_heads") if same else None
+    own: dict[str, Any] = {"head_dim": c.integer("global_head_dim", 512), "num_key_value_heads": num_kv}
+    by_layer = {str(i): own for i, kind in enumerate(kinds) if kind == FULL}
+    said = HFConfig(c.section("per_layer_config").values or by_layer)  # newer files say it layer by layer
+    heads = [_own_heads(spec, said.section(str(i))) for i in range(num)]
+    spec = _layered(spec, heads=heads, keys_as_values=[same and kind == FULL for kind in kinds])
+    spec = replace(spec, norm_offset=0.0, query_scale=1.0, value_norm=True, names=GEMMA4_NAMES)
+    spec = _roped_by_kind(spec, c, kinds, 10_000.0, 1e6)
+    if not c.boolean("enable_moe_block"):
+        return spec
+    size, shared, scale = c.integer("moe_intermediate_size"), spec.layers[0].ffn_size, spec.hidden_size**-0.5
+    experts = _experts(c, 128, c.integer("top_k_experts", 8), size, shared_size=shared, logit_scale=scale)
+    return replace(_sparse(spec, experts), names=GEMMA4_MOE_NAMES)
+
+
+def _own_heads(spec: ModelSpec, c: HFConfig) -> Heads | None:
+    """Where a layer's differ from the model's."""
+    num_kv, dim = c.integer("num_key_value_heads", spec.num_kv_heads), c.integer("head_dim", spec.head_dim)
+    _check_sharing(spec.num_heads, num_kv)
+    heads = Heads(spec.num_heads, num_kv, dim)
+    return None if heads == spec.heads else heads
+
+
 def llama4(c: HFConfig) -> ModelSpec:
     """Llama 4 text: most layers chunked with rope, every fourth global without."""
     spec = baseline(HFConfig(c.values, {"head_dim": 128}), theta=500_000.0, interleaved=True)
@@ -324,7 +383,7 @@ def llama4(c: HFConfig) -> ModelSpec:
         qk_norm=[bool(r) and normed for r in roped],
         query_temperature=[None if r else temperature for r in roped],
     )
-    names = CheckpointNames(ffn="feed_forward", router="router", stacked_experts=True)
+    names = CheckpointNames(ffn="feed_forward.", router="router", stacked_experts="inputs")
     return replace(spec, names=replace(names, shared_expert="shared_expert"))
 
 
@@ -347,6 +406,8 @@ FAMILIES: dict[str, Callable[[HFConfig], ModelSpec]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": text_half(gemma3),
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4ForConditionalGeneration": text_half(gemma4),
     "Glm4MoeForCausalLM": glm4_moe,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
@@ -374,6 +435,8 @@ def model_spec(
 ) -> ModelSpec:
     """The spec of a config.json, with the user's overrides; ModelError on what cannot be served."""
     spec = FAMILIES[_architecture(config)](HFConfig(config))
+    if config.get("experts_apart"):  # as they are in GGUF files
+        spec = replace(spec, names=replace(spec.names, stacked_experts=None, interleaved=False))
     if sliding_window is not None:
         spec = _override_window(spec, sliding_window)
     return replace(spec, max_len=max_model_len or spec.max_len)

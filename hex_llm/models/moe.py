@@ -18,7 +18,7 @@ def choose(
     logits: jax.Array, experts: Experts, correction: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """[T, E] -> the chosen experts of each token [T, k], and their scores [T, k] in float32."""
-    logits = logits.astype(jnp.float32)
+    logits = logits.astype(jnp.float32) * experts.logit_scale
     scores = jax.nn.sigmoid(logits) if experts.sigmoid else jax.nn.softmax(logits, axis=-1)
     # Scores that are nearly 1 are told apart by the logits only.
     ranks = logits if correction is None else scores + correction
@@ -30,13 +30,20 @@ def choose(
 
 
 def moe(
-    x: jax.Array, w: FeedForward, experts: Experts, activation: Activation, fused_moe: RoutedExperts
+    x: jax.Array,
+    seen: jax.Array,
+    w: FeedForward,
+    experts: Experts,
+    activation: Activation,
+    fused_moe: RoutedExperts,
 ) -> jax.Array:
-    """x [T, D] -> [T, D], without the shared expert."""
+    """x [T, D] -> [T, D], without the shared expert; `seen` [T, D]: what the router sees of it."""
     # A correction is of float32: so are then the numbers that it tells apart.
     exact = jnp.float32 if w.correction is not None else x.dtype
-    logits = linear(x.astype(exact), Dense(w.router.astype(exact)), w.router_bias)
+    logits = linear(seen.astype(exact), Dense(w.router.astype(exact)), w.router_bias)
     chosen, scores = choose(logits, experts, w.correction)
+    if w.expert_scales is not None:
+        scores = scores * w.expert_scales[chosen].astype(scores.dtype)
     gate_up, down = (_given(matrix, x.dtype) for matrix in (w.gate_up, w.down))
     options = ExpertOptions(activation, experts.scale_input, experts.limit, w.gate_up_bias)
     out = fused_moe(x, chosen, scores, gate_up, down, options)

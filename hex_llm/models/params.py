@@ -26,13 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from hex_llm.models.linear import Dense, Matrix
-from hex_llm.models.spec import CheckpointNames, Layer, ModelSpec
+from hex_llm.models.spec import CheckpointNames, Experts, Heads, Layer, ModelSpec
 
 Leaf = Any  # a Param in the abstract tree, a jax.Array in the loaded one
 Index = tuple[slice | int, ...]
@@ -83,7 +84,11 @@ class FeedForward:
     down_bias: Leaf | None = None
     router: Leaf = None  # [E, D]
     router_bias: Leaf | None = None  # [E]
+    router_norm: Leaf | None = None  # [D]
     correction: Leaf | None = None  # [E]
+    expert_scales: Leaf | None = None  # [E]
+    norm: Leaf | None = None  # [D], of routed experts alone
+    post_norm: Leaf | None = None  # [D]
     shared: FeedForward | None = None
 
 
@@ -91,7 +96,7 @@ class FeedForward:
 @dataclass(frozen=True)
 class LayerWeights:
     attn_norm: Leaf | None  # [D]
-    qkv: Matrix  # [K, G+2, H, D]
+    qkv: Matrix  # [K, G+2, H, D]; or [K, G+1, H, D], whose keys are values too
     qkv_bias: Leaf | None  # [K, G+2, H]
     q_norm: Leaf | None  # [H]; or [K, G, H], of all heads together
     k_norm: Leaf | None  # [H]; or [K, H]
@@ -102,6 +107,7 @@ class LayerWeights:
     ffn_norm: Leaf | None
     ffn: FeedForward
     ffn_post_norm: Leaf | None
+    scale: Leaf | None  # [1]
 
 
 @jax.tree_util.register_dataclass
@@ -143,83 +149,91 @@ def _norm(name: str, width: int) -> Param:
     return Param((width,), (None,), (Piece(name + ".weight", (width,), (width,)),), norm=True)
 
 
-def _layer(spec: ModelSpec, layer: Layer, prefix: str) -> LayerWeights:
-    norms, width = spec.names.norms, spec.hidden_size
-    q_norm, k_norm = _head_norms(spec, prefix + "self_attn.")
+def _optional_norm(prefix: str, name: str | None, width: int) -> Param | None:
+    return None if name is None else _norm(prefix + name, width)
 
-    def optional_norm(name: str | None) -> Param | None:
-        return None if name is None else _norm(prefix + name, width)
+
+def _layer(spec: ModelSpec, layer: Layer, prefix: str) -> LayerWeights:
+    norms, width, heads = spec.names.norms, spec.hidden_size, spec.heads_of(layer)
+    q_norm, k_norm = _head_norms(spec, heads, prefix + "self_attn.")
+    optional_norm = partial(_optional_norm, prefix, width=width)
 
     return LayerWeights(
         attn_norm=optional_norm(norms.attn),
-        qkv=Dense(_qkv(spec, prefix + "self_attn.", "weight", (width,)), num_outputs=3),
-        qkv_bias=_qkv(spec, prefix + "self_attn.", "bias", ()) if spec.qkv_bias else None,
+        qkv=Dense(_qkv(spec, layer, prefix + "self_attn.", "weight", (width,)), num_outputs=3),
+        qkv_bias=_qkv(spec, layer, prefix + "self_attn.", "bias", ()) if spec.qkv_bias else None,
         q_norm=q_norm,
         k_norm=k_norm,
-        sinks=_of_queries(spec, prefix + "self_attn.sinks", ()) if spec.sinks else None,
-        out=Dense(_out(spec, prefix + "self_attn.o_proj.weight")),
+        sinks=_of_queries(heads, prefix + "self_attn.sinks", ()) if spec.sinks else None,
+        out=Dense(_out(heads, width, prefix + "self_attn.o_proj.weight")),
         out_bias=_whole(prefix + "self_attn.o_proj.bias", (width,), (None,)) if spec.out_bias else None,
         attn_post_norm=optional_norm(norms.attn_post),
         ffn_norm=optional_norm(norms.ffn),
-        ffn=_feed_forward(spec, layer, f"{prefix}{spec.names.ffn}."),
+        ffn=_feed_forward(spec, layer, prefix),
         ffn_post_norm=optional_norm(norms.ffn_post),
+        scale=_ones(prefix, spec.names.layer_scale, 1),
     )
 
 
-def _head_norms(spec: ModelSpec, prefix: str) -> tuple[Param | None, Param | None]:
+def _ones(prefix: str, name: str | None, width: int) -> Param | None:
+    """What multiplies; None: nothing does."""
+    return None if name is None else replace(_whole(prefix + name, (width,)), norm=True)
+
+
+def _head_norms(spec: ModelSpec, heads: Heads, prefix: str) -> tuple[Param | None, Param | None]:
     q_name, k_name = prefix + "q_norm", prefix + "k_norm"
     if spec.head_norm is None:
         return None, None
     if spec.head_norm == "each":
-        return _norm(q_name, spec.head_dim), _norm(k_name, spec.head_dim)
-    stored, head = spec.num_kv_heads // spec.kv_repeat, spec.head_dim
-    k = Piece(k_name + ".weight", (stored * head,), (stored, head), repeat=spec.kv_repeat)
-    k_norm = Param((spec.num_kv_heads, head), ("kv_heads", None), (k,), norm=True)
-    return replace(_of_queries(spec, q_name + ".weight", (head,)), norm=True), k_norm
+        return _norm(q_name, heads.dim), _norm(k_name, heads.dim)
+    stored, head = heads.num_kv // heads.kv_repeat, heads.dim
+    k = Piece(k_name + ".weight", (stored * head,), (stored, head), repeat=heads.kv_repeat)
+    k_norm = Param((heads.num_kv, head), ("kv_heads", None), (k,), norm=True)
+    return replace(_of_queries(heads, q_name + ".weight", (head,)), norm=True), k_norm
 
 
-def _of_queries(spec: ModelSpec, name: str, head: tuple[int, ...]) -> Param:
+def _of_queries(heads: Heads, name: str, head: tuple[int, ...]) -> Param:
     """[K, G, *head] of what lies there for one query head after another, in a row."""
     size = math.prod(head)
-    stored = ((spec.num_stored_heads or spec.num_heads) * size,)
+    stored = ((heads.num_stored or heads.num) * size,)
     pieces = tuple(
         Piece(name, stored, (num, *head), (i, slice(0, num)), (0, first * size))
-        for i, first, num in _divided_queries(spec)
+        for i, first, num in _divided_queries(heads)
     )
-    shape = (spec.num_kv_heads, spec.group_size, *head)
+    shape = (heads.num_kv, heads.group_size, *head)
     return Param(shape, ("kv_heads", *(None,) * (len(shape) - 1)), pieces or (Piece(name, stored, shape),))
 
 
-def _out(spec: ModelSpec, name: str) -> Param:
-    width, head = spec.hidden_size, spec.head_dim
-    heads = (spec.num_kv_heads, spec.group_size, head)
-    stored = (width, (spec.num_stored_heads or spec.num_heads) * head)
+def _out(heads: Heads, width: int, name: str) -> Param:
+    head = heads.dim
+    stored = (width, (heads.num_stored or heads.num) * head)
     pieces = tuple(
         Piece(name, stored, (width, num, head), (slice(None), i, slice(0, num)), (1, first * head))
-        for i, first, num in _divided_queries(spec)
+        for i, first, num in _divided_queries(heads)
     )
-    shape = (width, *heads)
+    shape = (width, heads.num_kv, heads.group_size, head)
     return Param(shape, (None, "kv_heads", None, None), pieces or (Piece(name, stored, shape),))
 
 
-def _divided_queries(spec: ModelSpec) -> Iterator[tuple[int, int, int]]:
+def _divided_queries(heads: Heads) -> Iterator[tuple[int, int, int]]:
     """Of each KV head as it is held: its place, its first query head in the checkpoint, and how many those
     are; nothing where all have as many."""
-    if spec.num_stored_heads is None:
+    if heads.num_stored is None:
         return
-    of_stored = spec.num_stored_heads * spec.kv_repeat // spec.num_kv_heads
-    for i in range(spec.num_kv_heads):
-        head, part = divmod(i, spec.kv_repeat)
-        first = min(part * spec.group_size, of_stored)
-        if num := min(of_stored - first, spec.group_size):
+    of_stored = heads.num_stored * heads.kv_repeat // heads.num_kv
+    for i in range(heads.num_kv):
+        head, part = divmod(i, heads.kv_repeat)
+        first = min(part * heads.group_size, of_stored)
+        if num := min(of_stored - first, heads.group_size):
             yield i, head * of_stored + first, num
 
 
-def _qkv(spec: ModelSpec, prefix: str, kind: str, width: tuple[int, ...]) -> Param:
+def _qkv(spec: ModelSpec, layer: Layer, prefix: str, kind: str, width: tuple[int, ...]) -> Param:
     """The weight (width = (D,)) or the bias (width = ()) of the fused q, k and v projection."""
-    kv_heads, group, head = spec.num_kv_heads, spec.group_size, spec.head_dim
-    stored = kv_heads // spec.kv_repeat
-    q_rows, kv_rows = (spec.num_stored_heads or spec.num_heads) * head, stored * head
+    heads = spec.heads_of(layer)
+    kv_heads, group, head, repeat = heads.num_kv, heads.group_size, heads.dim, heads.kv_repeat
+    stored = kv_heads // repeat
+    q_rows, kv_rows = (heads.num_stored or heads.num) * head, stored * head
     fused = q_rows + 2 * kv_rows
     start = dict(zip("qkv", (0, q_rows, q_rows + kv_rows), strict=True))
 
@@ -234,30 +248,33 @@ def _qkv(spec: ModelSpec, prefix: str, kind: str, width: tuple[int, ...]) -> Par
     every = slice(None)
     queries = tuple(
         piece("q", q_rows, (num, head), (i, slice(0, num)), first=first * head)
-        for i, first, num in _divided_queries(spec)
+        for i, first, num in _divided_queries(heads)
     )
+    names = "k" if layer.keys_as_values else "kv"
     pieces = (
         *(queries or (piece("q", q_rows, (kv_heads, group, head), (every, slice(0, group))),)),
-        piece("k", kv_rows, (stored, head), (every, group), repeat=spec.kv_repeat),
-        piece("v", kv_rows, (stored, head), (every, group + 1), repeat=spec.kv_repeat),
+        *(
+            piece(which, kv_rows, (stored, head), (every, group + i), repeat=repeat)
+            for i, which in enumerate(names)
+        ),
     )
-    shape = (kv_heads, group + 2, head, *width)
+    shape = (kv_heads, group + len(names), head, *width)
     return Param(shape, ("kv_heads", *(None,) * (len(shape) - 1)), pieces)
 
 
-def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
-    experts = layer.experts
+def _feed_forward(spec: ModelSpec, layer: Layer, layer_prefix: str) -> FeedForward:
+    experts, prefix = layer.experts, layer_prefix + spec.names.ffn
     if experts is None:
         return _dense(spec, prefix, layer.ffn_size)
-    names, shared = spec.names, experts.shared_size
-    width, num, size = spec.hidden_size, experts.num, experts.size
+    names, width, num, size = spec.names, spec.hidden_size, experts.num, experts.size
     pieces = _stacked if names.stacked_experts else _apart
     gate_up, down = pieces(names, prefix + "experts", num, size, width)
-    up_bias = Piece(prefix + "experts.gate_up_proj_bias", (num, 2 * size), (num, size, 2), order=(0, 2, 1))
     return FeedForward(
         gate_up=Dense(Param((num, 2, size, width), ("experts", None, "ffn", None), gate_up), num_outputs=3),
         down=Dense(Param((num, width, size), ("experts", None, "ffn"), down), num_outputs=2),
-        gate_up_bias=Param((num, 2, size), (None, None, "ffn"), (up_bias,)) if experts.bias else None,
+        gate_up_bias=Param((num, 2, size), (None, None, "ffn"), _biases(names, prefix + "experts", num, size))
+        if experts.bias
+        else None,
         down_bias=_whole(prefix + "experts.down_proj_bias", (num, width)) if experts.bias else None,
         router=_whole(f"{prefix}{names.router}.weight", (num, width)),
         router_bias=_whole(f"{prefix}{names.router}.bias", (num,)) if experts.bias else None,
@@ -265,7 +282,20 @@ def _feed_forward(spec: ModelSpec, layer: Layer, prefix: str) -> FeedForward:
         correction=replace(_whole(prefix + names.correction, (num,)), dtype=F32)
         if experts.corrected
         else None,
-        shared=None if shared is None else _dense(spec, f"{prefix}{names.shared_expert}.", shared),
+        router_norm=_ones(prefix, names.router_norm, width),
+        expert_scales=_ones(prefix, names.expert_scales, num),
+        norm=_optional_norm(layer_prefix, names.norms.routed, width),
+        post_norm=_optional_norm(layer_prefix, names.norms.routed_post, width),
+        shared=_shared_expert(spec, experts, prefix, layer_prefix),
+    )
+
+
+def _shared_expert(spec: ModelSpec, experts: Experts, prefix: str, layer_prefix: str) -> FeedForward | None:
+    if experts.shared_size is None:
+        return None
+    shared = _dense(spec, f"{prefix}{spec.names.shared_expert}.", experts.shared_size)
+    return replace(
+        shared, post_norm=_optional_norm(layer_prefix, spec.names.norms.shared_post, spec.hidden_size)
     )
 
 
@@ -288,7 +318,13 @@ def _apart(names: CheckpointNames, prefix: str, num: int, size: int, width: int)
 
 
 def _stacked(names: CheckpointNames, prefix: str, num: int, size: int, width: int) -> tuple[Pieces, Pieces]:
-    """The same of experts in one tensor, inputs first."""
+    """The same of experts in one tensor."""
+    if names.stacked_experts == "outputs":
+        both, half, stored = (num, 2 * size, width), (num, size, width), (num, width, size)
+        gate_up = tuple(
+            Piece(prefix + ".gate_up_proj", both, half, (slice(None), i), (1, i * size)) for i in (0, 1)
+        )
+        return gate_up, (Piece(prefix + ".down_proj", stored, stored),)
     shape, half_shape, order = (num, width, 2 * size), (num, width, size), (0, 2, 1)
     gate_up = tuple(
         Piece(prefix + ".gate_up_proj", shape, half_shape, (slice(None), half), (2, half * size), order)
@@ -298,6 +334,16 @@ def _stacked(names: CheckpointNames, prefix: str, num: int, size: int, width: in
         gate_up = (Piece(prefix + ".gate_up_proj", shape, (num, width, size, 2), order=(0, 3, 2, 1)),)
     stored = (num, size, width)
     return gate_up, (Piece(prefix + ".down_proj", stored, stored, order=order),)
+
+
+def _biases(names: CheckpointNames, prefix: str, num: int, size: int) -> Pieces:
+    """Of gates and ups of all experts."""
+    if names.interleaved:
+        return (Piece(prefix + ".gate_up_proj_bias", (num, 2 * size), (num, size, 2), order=(0, 2, 1)),)
+    return tuple(
+        Piece(f"{prefix}.{name}_bias", (num, size), (num, size), (slice(None), half))
+        for half, name in enumerate(names.expert[:2])
+    )
 
 
 def _dense(spec: ModelSpec, prefix: str, size: int) -> FeedForward:

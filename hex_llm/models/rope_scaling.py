@@ -26,13 +26,13 @@ def rope_from(c: HFConfig, head_dim: int, default_theta: float, *, interleaved: 
 def _rope(c: HFConfig, head_dim: int, default_theta: float, interleaved: bool) -> Rope:
     scaling = rope_settings(c)
     theta = scaling.positive("rope_theta", c.get("rope_theta", default_theta))
+    kind = rope_type(scaling)
     share = scaling.positive("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
-    dim = int(head_dim * share)
+    dim = head_dim if kind == "proportional" else int(head_dim * share)
     if share > 1 or dim < 2 or dim % 2:
         raise ModelError(
             f"config.json: rotary positions need an even number of dimensions, not {dim} of {head_dim}"
         )
-    kind = rope_type(scaling)
     if kind not in SCALINGS:
         raise ModelError(f"config.json: rope type {shown(kind)} is unknown; known are {', '.join(SCALINGS)}")
     base: Floats = np.float32(1) / np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
@@ -133,6 +133,13 @@ def _factors(base: Floats, theta: float, scaling: HFConfig, c: HFConfig) -> dict
     return {"inv_freq": _numbers(base / np.array(scaling.floats("factors", len(base)), np.float32))}
 
 
+def _proportional(base: Floats, theta: float, scaling: HFConfig, c: HFConfig) -> dict[str, Any]:
+    """Pairs that are not turned lie between others of both halves: their frequency is 0."""
+    num = int(scaling.positive("partial_rotary_factor", 1.0) * 2 * len(base) // 2)
+    turned = np.arange(len(base)) < num
+    return {"inv_freq": _numbers(base / np.float32(scaling.positive("factor", 1.0)) * turned)}
+
+
 SCALINGS = {
     "default": _plain,
     "linear": _linear,
@@ -142,4 +149,5 @@ SCALINGS = {
     "longrope": _longrope,
     "su": _longrope,  # its first name
     "factors": _factors,
+    "proportional": _proportional,
 }

@@ -41,11 +41,36 @@ class Experts:
     sigmoid: bool = False  # an expert's score is its own, not its part of a softmax over all
     normalized: bool = True  # the scores of a token's experts add up to 1
     scale: float = 1.0  # of scores
+    logit_scale: float = 1.0  # of what the router says
     scale_input: bool = False  # Llama 4: scores scale an expert's input, not its output
     corrected: bool = False  # a bias takes part in the choice, but not in the scores
     bias: bool = False  # of the router and of the experts' matrices
     limit: float | None = None  # gpt-oss: gates and ups end there, and 1 is added to ups
     shared_size: int | None = None  # intermediate size of the expert that every token visits
+
+
+class Heads(NamedTuple):
+    """Of attention, as devices hold them; see ModelSpec for the last two."""
+
+    num: int
+    num_kv: int
+    dim: int
+    kv_repeat: int = 1
+    num_stored: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num // self.num_kv
+
+    def fit(self, n: int) -> bool:
+        return n <= self.num and (self.num_kv % n == 0 or n % self.num_kv == 0)
+
+    def split_over(self, n: int) -> Heads:
+        repeat = max(n // self.num_kv, 1)
+        num_kv = self.num_kv * repeat
+        num = num_kv * -(-self.group_size // repeat)
+        return Heads(num, num_kv, self.dim, repeat, None if num == self.num else self.num)
 
 
 @dataclass(frozen=True)
@@ -56,6 +81,8 @@ class Layer:
     mask: Mask = EVERYTHING
     ffn_size: int = 0
     experts: Experts | None = None  # None: a dense feed-forward of ffn_size
+    heads: Heads | None = None  # None: the model's
+    keys_as_values: bool = False  # before their norm and rope: there is no projection of values
     qk_norm: bool = False  # weightless RMS norm of q and k after rope
     # (floor, scale, offset of positions): long positions sharpen queries
     query_temperature: tuple[float, float, int] | None = None
@@ -68,6 +95,9 @@ class NormNames(NamedTuple):
     attn_post: str | None = None
     ffn: str | None = "post_attention_layernorm"
     ffn_post: str | None = None
+    routed: str | None = None  # of routed experts alone, like the next
+    routed_post: str | None = None
+    shared_post: str | None = None
 
 
 LLAMA_NORMS = NormNames()
@@ -79,14 +109,18 @@ class CheckpointNames:
 
     prefix: str = "model."
     head: str = "lm_head.weight"
-    ffn: str = "mlp"
+    ffn: str = "mlp."
     norms: NormNames = LLAMA_NORMS
     fused: bool = False  # one qkv_proj and one gate_up_proj tensor (Phi-3)
+    layer_scale: str | None = None  # what a layer's output is multiplied with; None: nothing
     router: str = "gate"
+    router_norm: str | None = None  # weights of a norm of what the router sees
+    expert_scales: str | None = None  # of each expert's scores
     correction: str = "gate.e_score_correction_bias"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of one that is on its own
     shared_expert: str = "shared_experts"
-    stacked_experts: bool = False  # experts in one tensor, input axis first (Llama 4)
+    # Experts in one tensor, with this axis behind that of experts (Llama 4: inputs, Gemma 4: outputs)
+    stacked_experts: Literal["inputs", "outputs"] | None = None
     interleaved: bool = False  # gates and ups of an expert in one tensor, in turns (gpt-oss)
 
 
@@ -117,15 +151,23 @@ class ModelSpec:
     head_norm: Literal["each", "all"] | None = (
         None  # RMS norm of q and k before rope, of heads or across them
     )
+    value_norm: bool = False  # weightless RMS norm of v
     eos_ids: tuple[int, ...] = ()
     kv_repeat: int = 1  # each KV head is held this many times, so that every device has one
     num_stored_heads: int | None = None  # query heads of the checkpoint, where num_heads are more
     names: CheckpointNames = field(default_factory=CheckpointNames)
 
     @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
+    def heads(self) -> Heads:
+        """Those of layers that have none of their own."""
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim, self.kv_repeat, self.num_stored_heads)
+
+    def heads_of(self, layer: Layer) -> Heads:
+        return layer.heads or self.heads
+
+    @property
+    def all_heads(self) -> set[Heads]:
+        return {self.heads_of(layer) for layer in self.layers}
 
     @property
     def attention_scale(self) -> float:
@@ -156,17 +198,22 @@ class ModelSpec:
                 f"--tensor_parallel_size={num_devices}: this model's {self.num_heads} heads, "
                 f"{self.num_kv_heads} KV heads and feed-forward width can be split over {sizes} devices"
             )
-        repeat = max(num_devices // self.num_kv_heads, 1)
-        num_kv_heads = self.num_kv_heads * repeat
-        num_heads = num_kv_heads * -(-self.group_size // repeat)
-        stored = None if num_heads == self.num_heads else self.num_heads
+        num_heads, num_kv_heads, _, repeat, stored = self.heads.split_over(num_devices)
+        layers = (
+            replace(layer, heads=layer.heads and layer.heads.split_over(num_devices)) for layer in self.layers
+        )
         return replace(
-            self, num_heads=num_heads, num_kv_heads=num_kv_heads, kv_repeat=repeat, num_stored_heads=stored
+            self,
+            layers=tuple(layers),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            kv_repeat=repeat,
+            num_stored_heads=stored,
         )
 
     def _divides(self, n: int) -> bool:
-        kv_fits = self.num_kv_heads % n == 0 or n % self.num_kv_heads == 0
-        return n <= self.num_heads and kv_fits and all(size % n == 0 for size in self._ffn_sizes())
+        heads_fit = all(heads.fit(n) for heads in {self.heads, *self.all_heads})
+        return heads_fit and all(size % n == 0 for size in self._ffn_sizes())
 
     def _ffn_sizes(self) -> set[int]:
         sizes = set()

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from hex_llm.errors import ConfigError, HexError, one_line
 from hex_llm.execution import programs
 from hex_llm.execution.batch import StepShape, num_choices
-from hex_llm.execution.kernel_choice import Devices, Kernels, choose_kernels, for_tpus
+from hex_llm.execution.kernel_choice import Devices, Kernels, choose_kernels, for_tpus, page_shapes
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Param, Weights
@@ -79,21 +79,25 @@ def described_weights(weights: Weights, mesh: Any, kind: str) -> Any:
     return jax.tree.map(one, weights, is_leaf=lambda node: isinstance(node, Dense | Quantized | Param))
 
 
-def tpu_kernels(spec: ModelSpec, num_chips: int, sizes: Sizes) -> Kernels:
+def tpu_devices(num_chips: int, sizes: Sizes) -> Devices:
     dtype = np.dtype(DTYPE)
-    return choose_kernels(spec, Devices("tpu", num_chips, sizes.block_size, dtype, dtype))
+    return Devices("tpu", num_chips, sizes.block_size, dtype, dtype)
+
+
+def tpu_kernels(spec: ModelSpec, num_chips: int, sizes: Sizes) -> Kernels:
+    return choose_kernels(spec, tpu_devices(num_chips, sizes))
 
 
 def held(context: programs.ProgramContext, sizes: Sizes) -> tuple[list[Any], Any]:
     """Pages and slots."""
     spec, mesh, layout = context.spec, context.mesh, context.layout
     num_blocks = -(-sizes.tokens // sizes.block_size) + 1
-    width = tpu_kernels(spec, mesh.size, sizes).page_width
-    shape = (num_blocks, sizes.block_size, spec.num_kv_heads, 2, width)
-    page = jax.ShapeDtypeStruct(shape, DTYPE, sharding=NamedSharding(mesh, PAGES))
+    lie = NamedSharding(mesh, PAGES)
+    shapes = page_shapes(spec, tpu_devices(mesh.size, sizes), num_blocks)
+    pages = [jax.ShapeDtypeStruct(shape, DTYPE, sharding=lie) for shape in shapes]
     slots = (layout.num_slots, layout.width)
     remembered = jax.ShapeDtypeStruct(slots, jnp.int32, sharding=NamedSharding(mesh, P()))
-    return [page] * len(spec.layers), remembered
+    return pages, remembered
 
 
 def step_shapes(sizes: Sizes) -> dict[str, StepShape]:

@@ -23,6 +23,15 @@ _SPLIT = (
 )
 QWEN2_SPLIT = _SPLIT % ""  # one digit at a time
 LLAMA3_SPLIT = _SPLIT % "{1,3}"
+# Capitals before small letters begin a word.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|\p{{N}}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_SPLIT = _CASED_SPLIT % ("", "", "")
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_SPLIT = _CASED_SPLIT % (_ENDINGS, _ENDINGS, "{1,3}")
 
 
 def _byte_characters() -> dict[str, int]:

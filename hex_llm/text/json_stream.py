@@ -39,16 +39,12 @@ class Stream:
     def __init__(self) -> None:
         self.seen: list[str] | None = None
         self.ended = False
+        self.is_over = False  # a reader has come upon the end
         self._text, self._at = "", 0
 
     def add(self, text: str, ended: bool) -> None:
         self._text, self._at = self._text[self._at :] + text, 0
         self.ended = self.ended or ended
-
-    @property
-    def is_over(self) -> bool:
-        """All of it has been read."""
-        return self.ended and self._at == len(self._text)
 
     def take(self, num_chars: int) -> str:
         taken = self._text[self._at : self._at + num_chars]
@@ -61,6 +57,7 @@ class Stream:
         """The next character; none at the end of the text."""
         while self._at == len(self._text) and not self.ended:
             yield
+        self.is_over = self._at == len(self._text)
         return self._text[self._at : self._at + 1]
 
     def run(self, pattern: re.Pattern[str], give: Give) -> Reading[None]:

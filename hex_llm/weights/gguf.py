@@ -1,7 +1,8 @@
 """A GGUF file as a Hugging Face checkpoint: what its `config.json` would say, and tensors by their HF names.
 
 What conversion did to the weights (rotary rows interleaved, 1 added to Gemma's norms, experts stacked) is
-undone here. Not known here: the bytes (`gguf_reader.py`) and the tokenizer (`gguf_tokenizer.py`).
+undone here; `experts_apart` says in the config that experts come one by one, gates apart from ups. Not known
+here: the bytes (`gguf_reader.py`) and the tokenizer (`gguf_tokenizer.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Family(NamedTuple):
     arch: str
     model_type: str
     architecture: str
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # a key with a suffix gives the whole name
     experts: Mapping[str, str] = {}  # beside what chooses them
     interleaved: bool = False  # rotary rows of queries and keys
 
@@ -85,6 +86,23 @@ _QWEN3_MOE_NAMES = _QWEN3_NAMES | {"ffn_gate_inp": "mlp.gate"}
 _MIXTRAL_NAMES = _NAMES | {"ffn_gate_inp": "block_sparse_moe.gate"}
 _MIXTRAL_EXPERTS = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
 _EXPERTS = {part: part[4:] + "_proj" for part in _MIXTRAL_EXPERTS}
+_NAMES_2025 = _NAMES | {"post_attention_norm": "post_attention_layernorm"}
+_GPT_OSS_NAMES = _NAMES_2025 | {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
+_GLM4_MOE_NAMES = (
+    _NAMES_2025
+    | _HEAD_NORMS
+    | {"ffn_gate_inp": "mlp.gate", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+    | {f"{part}_shexp": f"mlp.shared_experts.{name}" for part, name in _EXPERTS.items()}
+)
+_MINIMAX_M2_NAMES = (
+    _MIXTRAL_NAMES | _HEAD_NORMS | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
+)
+_LLAMA4_NAMES = (
+    _NAMES
+    | {"ffn_gate_inp": "feed_forward.router"}
+    | {part: f"feed_forward.{name}" for part, name in _EXPERTS.items()}
+    | {f"{part}_shexp": f"feed_forward.shared_expert.{name}" for part, name in _EXPERTS.items()}
+)
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 _FAMILIES = {
@@ -99,6 +117,13 @@ _FAMILIES = {
     "olmo2": _Family("olmo2", "olmo2", "Olmo2ForCausalLM", _GEMMA2_NAMES | _HEAD_NORMS),
     "phi3": _Family("phi3", "phi3", "Phi3ForCausalLM", _NAMES | {"ffn_up": "mlp.gate_up_proj"}),
     "smollm3": _Family("smollm3", "smollm3", "SmolLM3ForCausalLM", _NAMES, interleaved=True),
+    "gpt-oss": _Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", _GPT_OSS_NAMES, _EXPERTS),
+    "glm4moe": _Family("glm4moe", "glm4_moe", "Glm4MoeForCausalLM", _GLM4_MOE_NAMES, _EXPERTS),
+    "minimax-m2": _Family(
+        "minimax-m2", "minimax_m2", "MiniMaxM2ForCausalLM", _MINIMAX_M2_NAMES, _MIXTRAL_EXPERTS
+    ),
+    "llama4": _Family("llama4", "llama4_text", "Llama4ForCausalLM", _LLAMA4_NAMES, _EXPERTS),
+    "mistral3": _Family("mistral3", "ministral3", "Ministral3ForCausalLM", _NAMES, interleaved=True),
 }
 _MIXTRAL = _Family("llama", "mixtral", "MixtralForCausalLM", _MIXTRAL_NAMES, _MIXTRAL_EXPERTS, True)
 _MISTRAL = _FAMILIES["llama"]._replace(model_type="mistral", architecture="MistralForCausalLM")
@@ -119,14 +144,21 @@ def _family(keys: _Keys) -> _Family:
 
 def _renamed(family: _Family, config: Config, tensors: Tensors) -> Iterator[tuple[str, GGUFTensor]]:
     for name, tensor in tensors.items():
-        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+?)(_exps)?(?:\.(\d+))?\.(weight|bias)", name)
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+?)(_exps)?(?:\.(\d+))?\.(weight|bias)", name)
         layer, part, stacked, expert, kind = match.groups("") if match else ("",) * 5
         prefix = f"model.layers.{layer}." if layer else ""
+        if layer and int(layer[:9]) >= config["num_hidden_layers"]:
+            continue  # it predicts tokens further on
         if (stacked or expert) and layer and part in family.experts:
+            moe = f"{prefix}{family.names['ffn_gate_inp'].rpartition('.')[0]}.experts"
+            if kind == "bias":
+                yield f"{moe}.{family.experts[part]}_bias", tensor
+                continue
             # In files of 2023 the experts are apart already.
-            moe = prefix + family.names["ffn_gate_inp"].removesuffix(".gate")
             for i, one in _unstacked(tensor, config) if stacked else ((expert, tensor),):
-                yield f"{moe}.experts.{i}.{family.experts[part]}.{kind}", one
+                yield f"{moe}.{i}.{family.experts[part]}.weight", one
+        elif f"{part}.{kind}" in family.names:
+            yield prefix + family.names[f"{part}.{kind}"], tensor
         elif part in family.names and not expert and not stacked and len(tensor.shape) <= 2:
             yield f"{prefix}{family.names[part]}.{kind}", _restored(family, part, config, tensor)
         elif name not in _ROPE_TENSORS:
@@ -182,6 +214,12 @@ class _Keys(NamedTuple):
         """None where the key is missing or 0."""
         return self.positive(key) if self.number(key, 0) else None
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.metadata.get(f"{self.arch}.{key}", default)
+        if type(value) is not bool:
+            raise self._wrong(key, value)
+        return value
+
     def text(self, key: str, default: str) -> str:
         return str(self.metadata.get(f"{self.arch}.{key}", default))
 
@@ -201,13 +239,16 @@ def _config(keys: _Keys, family: _Family, tensors: Tensors) -> Config:
         )
     hidden, heads = keys.positive("embedding_length"), keys.positive("attention.head_count")
     head_dim, ends = hidden // heads, end_ids(keys.metadata)
-    if family.arch == "llama":  # in the other architectures the rotary size may be less than the head's
+    if family.arch in (
+        "llama",
+        "mistral3",
+    ):  # in the other architectures the rotary size may be less than the head's
         head_dim = keys.positive("rope.dimension_count", head_dim)
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "hidden_size": hidden,
-        "num_hidden_layers": keys.positive("block_count"),
+        "num_hidden_layers": _num_layers(keys),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.positive("attention.head_count_kv", heads),
         "head_dim": keys.positive("attention.key_length", head_dim),
@@ -225,6 +266,16 @@ def _config(keys: _Keys, family: _Family, tensors: Tensors) -> Config:
         "pad_token_id": keys.token_id("padding"),
     }
     return config | _specific(keys, family.model_type, config, tensors)
+
+
+def _num_layers(keys: _Keys) -> int:
+    """Without those that predict tokens further on, which come last."""
+    further = keys.optional("nextn_predict_layers") or 0
+    if further >= keys.positive("block_count"):
+        raise ModelError(
+            f"{keys.path}: {further} layers that predict further are all; convert the model again"
+        )
+    return keys.positive("block_count") - further
 
 
 def _rope_scaling(keys: _Keys, tensors: Tensors) -> Config | None:
@@ -261,7 +312,10 @@ def _yarn(keys: _Keys, factor: float) -> Config:
         "attention_factor": scale * (0.1 * math.log(factor) + 1.0) if scale != 1.0 else None,
         "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        "truncate": False if keys.arch == "gpt-oss" else None,  # which no key says
     }
+    if log_multiplier := keys.number("rope.scaling.yarn_log_multiplier", 0.0):
+        scaling |= {"mscale": 1.0, "mscale_all_dim": log_multiplier}
     return {name: value for name, value in scaling.items() if value is not None}
 
 
@@ -281,16 +335,14 @@ def _specific(keys: _Keys, model_type: str, config: Config, tensors: Tensors) ->
         case "llama":
             biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
             return {key: name in tensors for key, name in biases.items()}
-        case "mixtral" | "qwen3_moe":
-            experts, used = keys.positive("expert_count"), keys.positive("expert_used_count")
-            if not used <= experts <= 1024:
-                raise ModelError(
-                    f"{keys.path}: cannot use {used} of {experts} experts; convert the model again"
-                )
-            found = {"num_local_experts": experts, "num_experts_per_tok": used}
-            size = keys.positive("expert_feed_forward_length", config["intermediate_size"])
-            # That scores are normalized goes without saying.
-            return found | {"moe_intermediate_size": size, "norm_topk_prob": True}
+        case "mixtral" | "qwen3_moe" | "gpt_oss":
+            return _experts(keys, config)
+        case "glm4_moe":
+            return _experts(keys, config) | _glm4_moe(keys, config, tensors)
+        case "minimax_m2":
+            return _experts(keys, config) | {"rotary_dim": _rotated(keys, config)}
+        case "llama4_text":
+            return _llama4(keys, _experts(keys, config))
         case "gemma" | "gemma2" | "gemma3_text":
             activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
             return activation if model_type == "gemma" else activation | _gemma2(keys, config)
@@ -298,14 +350,54 @@ def _specific(keys: _Keys, model_type: str, config: Config, tensors: Tensors) ->
             scales = "embedding_scale", "attention.scale", "residual_scale", "logit_scale"
             names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
             return {name: keys.number(key, 1.0) for name, key in zip(names, scales, strict=True)}
+        case "ministral3":
+            beta = keys.number("attention.temperature_scale", 0.0)
+            original = keys.optional("rope.scaling.original_context_length")
+            scaling = {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
+            return {"rope_parameters": scaling if beta else {}}
         case "phi3":
             original = keys.optional("rope.scaling.original_context_length")
-            rotated = keys.positive("rope.dimension_count", config["head_dim"])
             return {
                 "original_max_position_embeddings": original or config["max_position_embeddings"],
-                "partial_rotary_factor": rotated / config["head_dim"],
+                "partial_rotary_factor": _rotated(keys, config) / config["head_dim"],
             }
     return {}
+
+
+def _rotated(keys: _Keys, config: Config) -> int:
+    return keys.positive("rope.dimension_count", config["head_dim"])
+
+
+def _experts(keys: _Keys, config: Config) -> Config:
+    experts, used = keys.positive("expert_count"), keys.positive("expert_used_count")
+    if not used <= experts <= 1024:
+        raise ModelError(f"{keys.path}: cannot use {used} of {experts} experts; convert the model again")
+    size = keys.positive("expert_feed_forward_length", config["intermediate_size"])
+    # That scores are normalized goes without saying, but in some.
+    normalized = keys.flag("expert_weights_norm", True)
+    found = {"num_local_experts": experts, "num_experts_per_tok": used, "experts_apart": True}
+    return found | {"moe_intermediate_size": size, "norm_topk_prob": normalized}
+
+
+def _glm4_moe(keys: _Keys, config: Config, tensors: Tensors) -> Config:
+    return {
+        "partial_rotary_factor": _rotated(keys, config) / config["head_dim"],
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "n_group": keys.positive("expert_group_count", 1),
+        "n_shared_experts": keys.positive("expert_shared_count", 1),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "first_k_dense_replace": keys.optional("leading_dense_block_count") or 0,
+    }
+
+
+def _llama4(keys: _Keys, experts: Config) -> Config:
+    return experts | {
+        "intermediate_size": experts["moe_intermediate_size"],
+        "intermediate_size_mlp": keys.positive("feed_forward_length"),
+        "interleave_moe_layer_step": keys.positive("interleave_moe_layer_step", 1),
+        "use_qk_norm": experts["num_local_experts"] != 128,  # all but Maverick, which no key says
+    }
 
 
 def _gemma2(keys: _Keys, config: Config) -> Config:

@@ -20,6 +20,9 @@ Array = np.ndarray[Any, Any]
 _AT_ONCE = 1 << 17  # values that are made of codes: the temporaries then stay in the cache
 
 
+_DOUBLED_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
 class Blocks(NamedTuple):
     """Of n blocks."""
 
@@ -60,6 +63,12 @@ def _q5(raw: Array, num_floats: int) -> Blocks:
 def _q8_0(raw: Array) -> Blocks:
     (scale,), rest = _floats(raw, 1)
     return Blocks(np.ascontiguousarray(rest).view(np.int8), scale)
+
+
+def _mxfp4(raw: Array) -> Blocks:
+    """An exponent, and floats of 4 bits: whole numbers, once they are doubled."""
+    scale = np.ldexp(np.float32(0.5), raw[:, :1].astype(np.int32) - 127)
+    return Blocks(_DOUBLED_E2M1.take(_nibbles(raw[:, 1:], 16)), scale)
 
 
 def _k_scales(raw: Array) -> tuple[Array, Array, Array]:
@@ -130,4 +139,5 @@ FORMATS = {
     13: Format("Q5_K", 256, 176, _F32, Form(8, 32, has_offsets=True), _q5_k),
     14: Format("Q6_K", 256, 210, _F32, Form(8, 16), _q6_k),
     30: Format("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+    39: Format("MXFP4", 32, 17, _F32, Form(8, 32), _mxfp4),
 }

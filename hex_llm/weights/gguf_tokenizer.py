@@ -23,7 +23,10 @@ from hex_llm.weights.gguf_reader import Metadata
 _CONTROL, _USER_DEFINED = 3, 4  # token types
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 # A file names one end of a text; a chat model may end its turns with another.
-_TURN_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}
+_TURN_ENDS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
+    *("<|eot|>", "<|eom|>", "<|return|>", "<|call|>"),  # Llama 4, gpt-oss
+}
 
 # None: as GPT-2 does. SmolLM's own tokenizer parts digits besides; transformers 5 leaves that out, from the
 # GGUF file and from the model's folder alike, and we keep to transformers.
@@ -37,8 +40,14 @@ _SPLITS = {
     "dbrx": bpe.LLAMA3_SPLIT,  # Phi-4
     "qwen2": bpe.QWEN2_SPLIT,
     "deepseek-r1-qwen": bpe.QWEN2_SPLIT,
+    "chatglm-bpe": bpe.LLAMA3_SPLIT,
+    "glm4": bpe.LLAMA3_SPLIT,
+    "gpt-4o": bpe.O200K_SPLIT,  # gpt-oss
+    "llama4": bpe.O200K_SPLIT,
+    "minimax-m2": bpe.O200K_SPLIT,
+    "tekken": bpe.TEKKEN_SPLIT,
 }
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
 def build_tokenizer(path: Path, metadata: Metadata) -> Tokenizer:
@@ -72,7 +81,9 @@ def end_ids(metadata: Metadata) -> tuple[int, ...]:
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     control = set(np.flatnonzero(_types(metadata) == _CONTROL).tolist())
     tokens = metadata.get("tokenizer.ggml.tokens", ())
-    ends = [i for i, token in enumerate(tokens) if token in _TURN_ENDS and i in control]
+    # In gpt-oss a message ends so, and the turn goes on.
+    turn_ends = _TURN_ENDS - {"<|end|>"} if "<|return|>" in tokens else _TURN_ENDS
+    ends = [i for i, token in enumerate(tokens) if token in turn_ends and i in control]
     return tuple(dict.fromkeys(i for i in (*named, *ends) if type(i) is int))
 
 
@@ -82,8 +93,8 @@ def _byte_level(metadata: Metadata, tokens: list[str]) -> tokenizers.Tokenizer:
         raise ModelError(
             f"pre-tokenizer {pre!r} is not supported ({', '.join(_SPLITS)} are); use --tokenizer"
         )
-    # Llama 3 takes a word that is a token for that token, whatever the merges would make of it.
-    model = BPE(_vocab(tokens), _merges(metadata), ignore_merges=pre in _LLAMA3)
+    # Llama 3 and Mistral take a word that is a token for that token, whatever the merges would make of it.
+    model = BPE(_vocab(tokens), _merges(metadata), ignore_merges=pre in _WHOLE_FIRST)
     return bpe.byte_level(model, split=_SPLITS[pre])
 
 
@@ -148,7 +159,9 @@ def _added(metadata: Metadata, tokens: list[str], names: dict[str, str]) -> list
 
 def _around(metadata: Metadata, names: dict[str, str]) -> tuple[str | None, str | None]:
     """What goes before and after a text."""
-    is_old = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3
+    is_old = (
+        metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_FIRST
+    )
     bos = names.get("bos_token") if _flag(metadata, "add_bos_token", is_old) else None
     return bos, names.get("eos_token") if _flag(metadata, "add_eos_token", False) else None
 

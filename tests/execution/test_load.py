@@ -133,7 +133,7 @@ def assert_feed_forward(ours: FeedForward, judge: Judge, prefix: str) -> None:
         gate_up, down = judge.experts(prefix)
         assert_same(ours.gate_up, gate_up)
         assert_same(ours.down, down)
-        stacked = judge.spec.names.stacked_experts
+        stacked = judge.spec.names.stacked_experts is not None
         assert_same(ours.router, judge(prefix + ("router.weight" if stacked else "gate.weight")))
         assert (ours.shared is not None) == stacked
     if ours.gate_up_bias is not None:
@@ -163,7 +163,7 @@ def test_every_device_holds_its_slice_and_no_byte_is_read_twice(family: str, dev
         if spec.qkv_bias:
             assert_same(layer.qkv_bias, judge.qkv(prefix + "self_attn.", "bias"))
             assert_same(layer.out_bias, judge(prefix + "self_attn.o_proj.bias"))
-        assert_feed_forward(layer.ffn, judge, f"{prefix}{names.ffn}.")
+        assert_feed_forward(layer.ffn, judge, prefix + names.ffn)
     reads = Counter({name: int(tensor.reads.max()) for name, tensor in checkpoint.items()})
     assert set(reads.values()) == {1}, reads.most_common(3)
     assert all(tensor.reads.min() == 1 for tensor in checkpoint.values())

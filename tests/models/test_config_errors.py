@@ -33,11 +33,13 @@ BASE = {
     "sliding_window": 64,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "hidden_size_per_layer_input": 0,
 }
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
 LLAMA4 = {"architectures": ["Llama4ForCausalLM"]}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 GEMMA2 = {"architectures": ["Gemma2ForCausalLM"]}
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"]}
 VISION = {"architectures": ["Llama4ForConditionalGeneration"]}
 DEEP: Any = []
 for _ in range(900):
@@ -153,6 +155,13 @@ LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_posit
         ({**MIXTRAL, "num_experts_per_tok": 5}, "5 experts per token of only 4"),
         ({**MIXTRAL, "num_local_experts": 10**6}, "num_local_experts="),
         ({**MIXTRAL, "sliding_window": -1}, "sliding_window=-1"),
+        ({**GEMMA4, "hidden_size_per_layer_input": None, "num_kv_shared_layers": 2}, "31B and 26B-A4B"),
+        ({**GEMMA4, "hidden_size_per_layer_input": 256}, "31B and 26B-A4B"),
+        ({**GEMMA4, "use_bidirectional_attention": "all"}, "31B and 26B-A4B"),
+        ({**GEMMA4, "global_head_dim": 1 << 20}, "head_dim="),
+        ({**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3}, "cannot share 3"),
+        ({**GEMMA4, "per_layer_config": {"3": [1]}}, "3 must be an object"),
+        ({**GEMMA4, "per_layer_config": {"3": {"head_dim": 7}}}, "even number of dimensions, not 7"),
         ({**LLAMA4, "num_experts_per_tok": 5}, "5 experts per token of only 4"),
         ({**LLAMA4, "moe_layers": "all"}, "moe_layers='all'"),
         ({**LLAMA4, "moe_layers": {"0": 1}}, "moe_layers="),

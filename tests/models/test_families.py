@@ -79,6 +79,7 @@ USUAL = {
     "llama4-scout",
     "qwen3-moe",
     "gemma3-27b-vision",
+    "gemma4-26b-a4b-vision",
     "smollm3",
     "ministral3",
     "granite3",

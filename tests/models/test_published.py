@@ -49,6 +49,22 @@ GPT_OSS = {
         "original_max_position_embeddings": 4096,
     },
 }
+GEMMA4 = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+}
+GEMMA4_31B = {**GEMMA4, "num_global_key_value_heads": 4}
+GEMMA4_26B = {
+    **GEMMA4,
+    "num_global_key_value_heads": 2,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
 PUBLISHED: list[tuple[str, str, tuple[int, ...], dict[str, Any], int]] = [
     ("Llama-2-7b", "Llama", (4096, 11008, 32, 32, 32, 32000), {}, 6_738_415_616),
     ("Llama-2-70b", "Llama", (8192, 28672, 80, 64, 8, 32000), {}, 68_976_648_192),
@@ -78,6 +94,8 @@ PUBLISHED: list[tuple[str, str, tuple[int, ...], dict[str, Any], int]] = [
     ("Qwen3-8B", "Qwen3", (4096, 12288, 36, 32, 8, 151936), {"head_dim": 128}, 8_190_735_360),
     ("Qwen3-30B-A3B", "Qwen3Moe", (2048, 6144, 48, 32, 4, 151936), QWEN3_MOE, 30_532_122_624),
     ("gemma-3-1b", "Gemma3", (1152, 6912, 26, 4, 1, 262144), {"head_dim": 256}, 999_885_952),
+    ("gemma-4-31B", "Gemma4", (5376, 21504, 60, 32, 16, 262144), GEMMA4_31B, 30_697_345_340),
+    ("gemma-4-26B-A4B", "Gemma4", (2816, 2112, 30, 16, 8, 262144), GEMMA4_26B, 25_233_141_790),
     ("Phi-4-mini", "Phi3", (3072, 8192, 32, 24, 8, 200064), PHI4_MINI, 3_836_021_760),
     ("SmolLM3-3B", "SmolLM3", (2048, 11008, 36, 16, 4, 128256), TIED, 3_075_098_624),
     ("Mistral-Small-24B", "Mistral", (5120, 32768, 40, 32, 8, 131072), {"head_dim": 128}, 23_572_403_200),

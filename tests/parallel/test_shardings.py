@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hex_llm import LLM
+from hex_llm.errors import ConfigError
 from hex_llm.execution.batch import StepShape
 from hex_llm.execution.programs import Logits
-from hex_llm.models.spec import ModelSpec
+from hex_llm.models.spec import Heads, ModelSpec
 from tests.tiny import LLAMA4, MOE, Tiny
 
 NUM_LAYERS = 4
@@ -60,3 +62,12 @@ def spec(**changes: int) -> ModelSpec:
 def test_every_device_holds_a_kv_head(devices: int, held: int, repeat: int) -> None:
     split = spec().split_over(devices)
     assert (split.num_kv_heads, split.kv_repeat) == (held, repeat)
+
+
+def test_layers_with_heads_of_their_own_are_divided_for_themselves() -> None:
+    whole = replace(spec(), layers=(*spec().layers, replace(spec().layers[0], heads=Heads(6, 1, 32))))
+    split = whole.split_over(4)
+    assert split.heads == Heads(8, 4, 8, kv_repeat=2)
+    assert split.layers[1].heads == Heads(8, 4, 32, kv_repeat=4, num_stored=6)
+    with pytest.raises(ConfigError, match="over 1, 2, 4, 6 devices"):
+        whole.split_over(8)

@@ -103,3 +103,9 @@ def test_what_cannot_be_forced_is_refused() -> None:
         with pytest.raises(InvalidRequest) as refused:
             forced_schema(given_tools, choice)
         assert refused.value.param == param
+
+
+def test_a_forced_call_that_breaks_at_the_very_end_is_content() -> None:
+    """The end does not cut it off: it was none before."""
+    text = '[{"name": "now", "rameters":'
+    assert read(ForcedCalls(), text) == read(ForcedCalls(), text, "") == (text, [])

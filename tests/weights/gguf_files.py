@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ ARCHES = {
     "mistral": "llama",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
+    "llama4_text": "llama4",
+    "ministral3": "mistral3",
 }
 K_QUANTS = (Q.Q4_K, Q.Q5_K, Q.Q6_K)
 
@@ -67,7 +73,9 @@ def random_model(architecture: str, **changes: Any) -> Any:
     }
     torch.manual_seed(0)
     kind = architecture.removesuffix("ForCausalLM")
-    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**values)
+    config = getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Llama4") else f"{kind}Config")(
+        **values
+    )
     model = getattr(transformers, architecture)(config).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -76,14 +84,22 @@ def random_model(architecture: str, **changes: Any) -> Any:
 
 
 def convert(
-    model: Any, path: Path, *, kind: Q = Q.F32, keys: dict[str, Any] | None = None, extra: Any = ()
+    model: Any,
+    path: Path,
+    *,
+    kind: Q = Q.F32,
+    experts: Q | None = None,
+    keys: dict[str, Any] | None = None,
+    extra: Any = (),
 ) -> Path:
-    """What llama.cpp makes of `model`; vectors stay F32. `keys` come on top, or take away with None."""
+    """What llama.cpp makes of `model`; vectors stay F32, and biases. `keys` come on top, or take away with
+    None."""
     arch = ARCHES.get(model.config.model_type, model.config.model_type)
     all_keys = {**standard_keys(arch, model.config), **(keys or {})}
     tensors = {}
     for name, data in tensors_of(arch, model).items():
-        tensors[name] = (data, kind if data.ndim > 1 else Q.F32)
+        own = experts if experts is not None and data.ndim == 3 else kind
+        tensors[name] = (data, Q.F32 if data.ndim == 1 or name.endswith("bias") else own)
     tensors |= {name: (np.asarray(data, np.float32), Q.F32) for name, data in dict(extra).items()}
     return write(path, arch, {key: value for key, value in all_keys.items() if value is not None}, tensors)
 
@@ -111,6 +127,7 @@ def standard_keys(arch: str, config: Any) -> dict[str, Any]:
         "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
         "expert_count": getattr(config, "num_local_experts", None),
         "expert_used_count": getattr(config, "num_experts_per_tok", None),
+        **OWN_KEYS.get(arch, lambda config: {})(config),
     }
     return {f"{arch}.{key}": value for key, value in keys.items()} | {
         "tokenizer.ggml.model": "gpt2",
@@ -120,6 +137,58 @@ def standard_keys(arch: str, config: Any) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 0,
     }
+
+
+def yarn_keys(ropes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": ropes["factor"],
+        "rope.scaling.original_context_length": ropes["original_max_position_embeddings"],
+    }
+
+
+OWN_KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "gpt-oss": lambda c: {
+        **yarn_keys(c.rope_parameters),
+        "attention.sliding_window": c.sliding_window,
+        "expert_feed_forward_length": c.intermediate_size,
+    },
+    "glm4moe": lambda c: {
+        "block_count": c.num_hidden_layers + 1,
+        "nextn_predict_layers": 1,
+        "expert_count": c.n_routed_experts,
+        "expert_shared_count": c.n_shared_experts,
+        "expert_gating_func": 2,
+        "expert_weights_scale": c.routed_scaling_factor,
+        "expert_weights_norm": c.norm_topk_prob,
+        "leading_dense_block_count": c.first_k_dense_replace,
+    },
+    "minimax-m2": lambda c: {
+        "expert_feed_forward_length": c.intermediate_size,
+        "expert_gating_func": 2,
+    },
+    "llama4": lambda c: {
+        "feed_forward_length": c.intermediate_size_mlp,
+        "expert_feed_forward_length": c.intermediate_size,
+        "interleave_moe_layer_step": c.interleave_moe_layer_step,
+    },
+    "mistral3": lambda c: {
+        **yarn_keys(c.rope_parameters),
+        "rope.scaling.yarn_log_multiplier": c.rope_parameters["mscale_all_dim"],
+        "attention.temperature_scale": c.rope_parameters["llama_4_scaling_beta"],
+    },
+}
+
+
+def experts_of(arch: str, name: str, data: np.ndarray) -> dict[str, np.ndarray]:
+    """By GGUF's names; transformers 5 keeps gates and ups together, and in some families inputs first."""
+    kind = "bias" if name.endswith("_bias") else "weight"
+    if kind == "weight" and arch in ("gpt-oss", "llama4"):
+        data = data.swapaxes(1, 2)
+    if "gate_up" not in name:
+        return {f"ffn_down_exps.{kind}": data}
+    halves = (data[:, ::2], data[:, 1::2]) if arch == "gpt-oss" else np.split(data, 2, axis=1)
+    return {f"ffn_{part}_exps.{kind}": half for part, half in zip(("gate", "up"), halves, strict=True)}
 
 
 def tensors_of(arch: str, model: Any) -> dict[str, np.ndarray]:
@@ -132,18 +201,15 @@ def tensors_of(arch: str, model: Any) -> dict[str, np.ndarray]:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data, (stem, _, suffix) = weight.numpy(), name.rpartition(".")
-        if ".mlp.experts." in name:  # transformers 5 keeps gate and up together
-            layer = name.split(".")[2]
-            halves = (
-                {"up": data}
-                if suffix == "down_proj"
-                else dict(zip("gu", np.split(data, 2, axis=1), strict=True))
-            )
-            for short, half in halves.items():
-                part = "down" if suffix == "down_proj" else {"g": "gate", "u": "up"}[short]
-                found[f"blk.{layer}.ffn_{part}_exps.weight"] = half
+        layer = name.split(".")[2] if ".layers." in name else ""
+        if ".experts." in name:
+            found |= {f"blk.{layer}.{part}": one for part, one in experts_of(arch, name, data).items()}
             continue
-        if arch in ("llama", "granite", "smollm3") and stem.endswith(("q_proj", "k_proj")):
+        if name.endswith(("sinks", "e_score_correction_bias")):
+            own = "attn_sinks.weight" if name.endswith("sinks") else "exp_probs_b.bias"
+            found[f"blk.{layer}.{own}"] = data
+            continue
+        if arch in ("llama", "granite", "smollm3", "mistral3") and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         if arch.startswith("gemma") and stem.endswith("norm"):

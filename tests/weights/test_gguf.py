@@ -29,6 +29,7 @@ from hex_llm.weights.gguf_blocks import FORMATS
 from hex_llm.weights.grouped import Form, form_of
 from hex_llm.weights.model_files import open_model
 from hex_llm.weights.source import fetch
+from tests.tiny import GLM, GPT_OSS, MINISTRAL3
 from tests.weights.gguf_files import convert, encode, random_model, write
 from tests.weights.grouped import assert_parts_give_the_same
 
@@ -171,6 +172,9 @@ MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multipl
         ("SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
         ("Olmo2ForCausalLM", {}),
         ("Qwen3MoeForCausalLM", {**MOE, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16}),
+        ("Glm4MoeForCausalLM", {**GLM, "use_qk_norm": True, "attention_bias": True}),
+        ("MiniMaxM2ForCausalLM", {**MOE, "head_dim": 16, "rotary_dim": 8}),
+        ("Ministral3ForCausalLM", MINISTRAL3),
     ],
 )
 def test_it_is_served_as_before_conversion(architecture: str, changes: Any, tmp_path: Path) -> None:
@@ -189,6 +193,27 @@ def test_it_is_served_as_before_conversion(architecture: str, changes: Any, tmp_
             np.testing.assert_allclose(
                 whole(file.checkpoint[piece.name]), theirs, atol=1e-6, err_msg=piece.name
             )
+
+
+def test_layers_that_predict_further_are_left_out(tmp_path: Path) -> None:
+    model, further = random_model("Glm4MoeForCausalLM", **GLM), "blk.3.nextn.eh_proj.weight"
+    file = open_gguf(convert(model, tmp_path / "m.gguf", extra={further: np.zeros((4, 8))}))
+    assert (file.config["num_hidden_layers"], file.config["partial_rotary_factor"]) == (3, 0.5)
+    assert not [name for name in file.checkpoint if "layers.3" in name]
+    keys = {"glm4moe.nextn_predict_layers": 4}
+    assert "4 layers" in refusal(convert(model, tmp_path / "m.gguf", keys=keys))
+    keys = {"glm4moe.expert_weights_norm": 2}
+    assert "expert_weights_norm" in refusal(convert(model, tmp_path / "m.gguf", keys=keys))
+
+
+def test_experts_in_mxfp4_are_multiplied_as_they_are(tmp_path: Path) -> None:
+    model = random_model("GptOssForCausalLM", **GPT_OSS)
+    file = open_gguf(convert(model, tmp_path / "m.gguf", experts=Q.MXFP4))
+    tensor = file.checkpoint["model.layers.1.mlp.experts.3.down_proj.weight"]
+    assert form_of(tensor) == Form(8, 32)
+    assert_parts_give_the_same(tensor, ALL, 32)
+    assert file.checkpoint["model.layers.1.mlp.experts.up_proj_bias"].shape == (4, 96)
+    assert file.checkpoint["model.layers.1.self_attn.sinks"].shape == (4,)
 
 
 def test_mixtral_has_one_tensor_per_expert(tmp_path: Path) -> None:

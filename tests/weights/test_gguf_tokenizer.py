@@ -18,7 +18,7 @@ from hex_llm.errors import ModelError
 from hex_llm.text import bpe
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.weights.gguf import gguf_tokenizer, open_gguf
-from hex_llm.weights.gguf_tokenizer import build_tokenizer
+from hex_llm.weights.gguf_tokenizer import build_tokenizer, end_ids
 from hex_llm.weights.source import fetch
 from tests.text.corpus import TEXTS, bos_id, split, train_byte_level, train_sentencepiece
 from tests.weights.gguf_files import write
@@ -89,6 +89,35 @@ def test_byte_level(pre: str, pattern: str | None, tmp_path: Path) -> None:
     assert ours.eos_ids == (0, 2)  # <|im_end|>, too, ends a turn
     starts = ours.encode("hi")[0] == bos_id(ours)
     assert starts == (pre == "llama-bpe")
+
+
+# Judged by the patterns themselves, as the models' tokenizer.json files spell them.
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+ENDS|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*ENDS|\p{N}DIGITS|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+O200K = CASED.replace("ENDS", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", "{1,3}")
+TEKKEN = CASED.replace("ENDS", "").replace("DIGITS", "")
+
+
+@pytest.mark.parametrize(
+    ("pre", "pattern"),
+    [("gpt-4o", O200K), ("llama4", O200K), ("minimax-m2", O200K), ("tekken", TEKKEN)],
+)
+def test_words_of_newer_models(pre: str, pattern: str) -> None:
+    trained, ours = train_byte_level(split(pattern), CHATML), ours_of(byte_level_keys(pre, pattern))
+    for text in [*TEXTS, "HTTPServer'S aB/\n\nÀÉîÏ don'T 12345"]:
+        text = text.replace("<tool>", "")
+        assert ours.encode(text, add_special_tokens=False) == trained.encode(text).ids, text
+    assert (ours.encode("hi")[0] == bos_id(ours)) == (pre == "tekken")
+
+
+def test_a_message_of_gpt_oss_does_not_end_its_turn() -> None:
+    tokens = ["<|return|>", "<|end|>", "<|call|>", "a"]
+    metadata = keys(tokens, [3, 3, 3, 1], model="gpt2", eos_token_id="<|return|>")
+    assert end_ids(metadata) == (0, 2)
+    assert end_ids(keys(["</s>", *tokens[1:2]], [3, 3], eos_token_id="</s>")) == (0, 1)
 
 
 def sentencepiece_keys(path: Path, *, gemma: bool = False, special: tuple[str, ...] = ()) -> dict[str, Any]:
