@@ -3,8 +3,9 @@
 //
 // Rows of x are rounded to 16 bits, block by block of inputs, and lie as two bytes of each number: what that loses is
 // less than what summing in float32 does, so no row's tokens depend on it. A weight is (code - zero) * scale + offset,
-// with scales and offsets for groups of blocks. Of a panel and a block, codes lie as [block / 4][kVectors][kLanes][4]:
-// each vector has four inputs of kLanes outputs. Of 4 bits, the block's second half lies above the first.
+// with scales and offsets for groups of blocks, float16 or float32. Panels pass from memory in order: of each group
+// scales [kPanel], offsets, if any, likewise, and the codes of its blocks, of each [block / 4][kVectors][kWide][4], so
+// that a vector has four inputs of kWide outputs. Of 4 bits, a block's second half lies above the first.
 
 #include <cstring>
 #include <memory>
@@ -145,18 +146,19 @@ struct Rows {
     float peak;
     std::memcpy(&peak, &peak_bits, sizeof peak);
     const float inverse = peak > 1e-30f ? kLargest / peak : 0;
-    int8_t both[2][kBlock];
-    for (int i = 0; i < kBlock; ++i) {
-      const float moved = x[i] * inverse + kFloatZero;  // its last bits are the nearest whole number's
-      int32_t number;
-      std::memcpy(&number, &moved, sizeof number);
-      number -= 0x4b400000;
-      const int32_t above = (number + 128) >> 8, below = std::max(number - above * 256, -127);
-      both[0][i] = static_cast<int8_t>(above);
-      both[1][i] = static_cast<int8_t>(below);
-      sum += above * 256 + below;
+    int32_t both[2 * kBlock];
+    Sums sums = {};
+    for (int i = 0; i < kBlock; i += kWide) {
+      // The last bits are the nearest whole number's.
+      const Floats moved = *reinterpret_cast<const Floats*>(x + i) * inverse + kFloatZero;
+      const Sums number = (Sums)moved - 0x4b400000, above = (number + 128) >> 8, rest = number - (above << 8);
+      const Sums below = rest < -127 ? Sums{} - 127 : rest;
+      std::memcpy(both + i, &above, sizeof above);
+      std::memcpy(both + kBlock + i, &below, sizeof below);
+      sums += (above << 8) + below;
     }
-    std::memcpy(to, both, sizeof both);
+    for (int i = 0; i < 2 * kBlock; ++i) to[i] = static_cast<int8_t>(both[i]);
+    for (int i = 0; i < kWide; ++i) sum += sums[i];
     *scale = peak / kLargest;
     return sum * *scale;
   }
@@ -164,24 +166,16 @@ struct Rows {
 
 // ---- weights
 
-// Numbers of float16 or float32.
-struct Grid {
-  const void* data;  // null: there are none
-  bool is_half;
-
-  explicit Grid(const ffi::AnyBuffer& buffer)
-      : data(buffer.element_count() ? buffer.untyped_data() : nullptr), is_half(buffer.element_type() == ffi::F16) {}
-  Floats operator[](int64_t i) const {
-    return is_half ? FromHalf(static_cast<const uint16_t*>(data) + i)
-                   : *reinterpret_cast<const Floats*>(static_cast<const float*>(data) + i);
-  }
-};
-
 struct Weights {
-  const uint8_t* codes;
-  Grid scales, offsets;  // [panels][groups][kPanel]
+  const uint8_t* panels;
   int64_t num_groups;
+  bool is_half, has_offsets;
   float zero;  // where there are no offsets
+
+  // A vector of scales or offsets.
+  Floats Numbers(const uint8_t* from) const {
+    return is_half ? FromHalf(reinterpret_cast<const uint16_t*>(from)) : *reinterpret_cast<const Floats*>(from);
+  }
 };
 
 // One of a panel's vectors of a block, a quad of inputs in each.
@@ -199,18 +193,19 @@ void Unpack(const uint8_t* codes, Codes (&quads)[kBlock / 4]) {
 template <int kBits, int kBlock, int M, int V>
 void MultiplyTile(const Rows& x, int64_t row, const Weights& w, int64_t panel, int vector, float* y, int64_t stride) {
   constexpr int64_t kCodeBytes = kBlock * kPanel * kBits / 8;
-  const int64_t num_blocks = x.num_blocks, blocks_in_group = num_blocks / w.num_groups;
-  const uint8_t* codes = w.codes + panel * num_blocks * kCodeBytes + vector * kWide * 4;
-  const int8_t* bytes = x.bytes.get() + row * num_blocks * 2 * kBlock;
-  const float* row_scales = x.scales.get() + row * num_blocks * 2;
-  const bool has_offsets = w.offsets.data != nullptr || w.zero != 0;
-  int64_t group = panel * w.num_groups * kPanel + vector * kWide, blocks_left = blocks_in_group;
+  const int64_t blocks_in_group = x.num_blocks / w.num_groups, vector_bytes = kWide * (w.is_half ? 2 : 4);
+  const int64_t head_bytes = kVectors * vector_bytes * (w.has_offsets ? 2 : 1);
+  const uint8_t* codes = w.panels + panel * w.num_groups * (head_bytes + blocks_in_group * kCodeBytes);
+  const uint8_t* head = nullptr;
+  const int8_t* bytes = x.bytes.get() + row * x.num_blocks * 2 * kBlock;
+  const float* row_scales = x.scales.get() + row * x.num_blocks * 2;
   Floats totals[M][V] = {};
-  for (int64_t b = 0; b < num_blocks; ++b) {
+  for (int64_t b = 0, end = 0; b < x.num_blocks; ++b) {
+    if (b == end) head = codes + vector * vector_bytes, codes += head_bytes, end += blocks_in_group;
     Unrolled<V>([&](auto v) INLINED {
       Codes quads[kBlock / 4];
-      Unpack<kBits, kBlock>(codes + v * kWide * 4, quads);
-      const Floats scales = w.scales[group + v * kWide];
+      Unpack<kBits, kBlock>(codes + (vector + v) * kWide * 4, quads);
+      const Floats scales = w.Numbers(head + v * vector_bytes);
       Unrolled<M>([&](auto a) INLINED {
         Sums upper = Fresh(kUpperZero), lower = Fresh(kLowerZero);
         const int8_t *above = bytes + a * 2 * kBlock, *below = above + kBlock;
@@ -219,13 +214,12 @@ void MultiplyTile(const Rows& x, int64_t row, const Weights& w, int64_t panel, i
         });
         totals[a][v] += scales * row_scales[a] * ToFloats(upper, lower);
       });
-      if (has_offsets) {
-        const Floats offsets = w.offsets.data ? w.offsets[group + v * kWide] : scales * -w.zero;
+      if (w.has_offsets || w.zero != 0) {
+        const Floats offsets = w.has_offsets ? w.Numbers(head + (kVectors + v) * vector_bytes) : scales * -w.zero;
         Unrolled<M>([&](auto a) INLINED { totals[a][v] += offsets * row_scales[M + a]; });
       }
     });
     codes += kCodeBytes, bytes += M * 2 * kBlock, row_scales += M * 2;
-    if (--blocks_left == 0) blocks_left = blocks_in_group, group += kPanel;
   }
   Unrolled<M>([&](auto a) INLINED {
     Unrolled<V>([&](auto v) INLINED { *reinterpret_cast<Floats*>(y + a * stride + v * kWide) = totals[a][v]; });
@@ -258,11 +252,11 @@ void Multiply(ffi::ThreadPool& pool, const float* x, int64_t m, int64_t k, const
   RunProduct<kPanel, kBlockRows>(pool, num_panels, gated, y, m, n, multiply);
 }
 
-ffi::Error MultiplyQuantized(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR2<ffi::U8> codes,
-                             ffi::AnyBuffer scales, ffi::AnyBuffer offsets, ffi::ResultBufferR2<ffi::F32> y,
-                             int64_t bits, int64_t block, float zero, bool gated) {
-  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], num_panels = codes.dimensions()[0];
-  const Weights weights{codes.typed_data(), Grid(scales), Grid(offsets), scales.dimensions()[1], zero};
+ffi::Error MultiplyQuantized(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR3<ffi::U8> panels,
+                             ffi::ResultBufferR2<ffi::F32> y, int64_t bits, int64_t block, bool is_half,
+                             bool has_offsets, float zero, bool gated) {
+  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], num_panels = panels.dimensions()[0];
+  const Weights weights{panels.typed_data(), panels.dimensions()[1], is_half, has_offsets, zero};
   auto run = bits == 4 ? &Multiply<4, 32> : block == 32 ? &Multiply<8, 32> : &Multiply<8, 16>;
   run(pool, x.typed_data(), m, k, weights, num_panels, gated, y->typed_data(), y->dimensions()[1]);
   return ffi::Error::Success();
@@ -276,12 +270,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hex_llm_quantized_matmul, MultiplyQuantized,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::BufferR2<ffi::F32>>()
-                                  .Arg<ffi::BufferR2<ffi::U8>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::BufferR3<ffi::U8>>()
                                   .Ret<ffi::BufferR2<ffi::F32>>()
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("block")
+                                  .Attr<bool>("is_half")
+                                  .Attr<bool>("has_offsets")
                                   .Attr<float>("zero")
                                   .Attr<bool>("gated"));
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from hex_llm.kernels.cpu import PANEL_VECTORS, QUANTIZED_MATMUL, PanelMatrix
 
@@ -28,42 +29,60 @@ def block_of(bits: int, group: int) -> int | None:
 class QuantizedPanels(PanelMatrix):
     """A weight is (code - zero) * scale + offset. Outputs are filled up to a multiple of the width."""
 
-    codes: jax.Array  # uint8 [N, bytes]: see cpu_quantized.cc
-    scales: jax.Array  # float16 or float32 [N, groups, width]
-    offsets: jax.Array | None  # likewise
+    panels: jax.Array  # uint8 [N, groups, bytes]: see cpu_quantized.cc; one array, for each costs a step time
     outputs: tuple[int, ...] = field(metadata={"static": True})
     num_inputs: int = field(metadata={"static": True})
     bits: int = field(metadata={"static": True})
-    block: int = field(metadata={"static": True})
+    num_lanes: int = field(metadata={"static": True})
+    is_half: bool = field(metadata={"static": True})  # scales and offsets are float16, not float32
+    has_offsets: bool = field(metadata={"static": True})
     zero: int = field(default=0, metadata={"static": True})
     turned: bool = field(default=False, metadata={"static": True})
 
     @property
     def width(self) -> int:
-        return int(self.scales.shape[2])
+        return self.num_lanes
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.panels.shape[1])
+
+    @property
+    def block(self) -> int:
+        block = block_of(self.bits, self.num_inputs // self.num_groups)
+        assert block is not None, f"{self.num_groups} groups of {self.num_inputs} inputs"
+        return block
 
     def rows(self, which: jax.Array) -> jax.Array:
-        panel, lane = which // self.width, which % self.width
-        vector, lane = lane // (self.width // PANEL_VECTORS), lane % (self.width // PANEL_VECTORS)
-        num_blocks = self.num_inputs // self.block
-        codes = self.codes.reshape(len(self.codes), num_blocks, -1, PANEL_VECTORS, self.width // 2, QUAD)
-        codes = codes[panel, :, :, vector, lane]  # [T, blocks, loads, quad]
+        panels, lane = self.panels[which // self.width], which % self.width
+        dtype = jnp.dtype(jnp.float16 if self.is_half else jnp.float32)
+        shape = *panels.shape[:2], 1 + self.has_offsets, self.width, dtype.itemsize
+        head, codes = jnp.split(panels, [math.prod(shape[2:])], axis=2)
+        numbers = jax.lax.bitcast_convert_type(head.reshape(shape), dtype)
+        numbers = numbers[jnp.arange(len(which)), :, :, lane].astype(jnp.float32)  # [T, groups, 1 or 2]
+        codes = codes.reshape(len(which), -1, self.width, QUAD)[jnp.arange(len(which)), :, lane]
         if self.bits == 4:
+            codes = codes.reshape(len(which), self.num_inputs // self.block, -1, QUAD)
             codes = jnp.concatenate([codes & 15, codes >> 4], axis=2)
         else:
             codes = codes.astype(jnp.int8)
-        groups = codes.reshape(len(which), self.scales.shape[1], -1).astype(jnp.float32) - self.zero
-        values = groups * self.scales[panel, :, which % self.width][..., None].astype(jnp.float32)
-        if self.offsets is not None:
-            values += self.offsets[panel, :, which % self.width][..., None].astype(jnp.float32)
+        groups = codes.reshape(len(which), self.num_groups, -1).astype(jnp.float32) - self.zero
+        values = groups * numbers[..., :1]
+        if self.has_offsets:
+            values += numbers[..., 1:]
         return values.reshape(len(which), -1)
 
     def _multiply(self, x: jax.Array, num_columns: int, gated: bool = False) -> jax.Array:
         shape = jax.ShapeDtypeStruct((len(x), num_columns), jnp.float32)
-        offsets = jnp.zeros((0, 0, 0), self.scales.dtype) if self.offsets is None else self.offsets
-        numbers = {"bits": np.int64(self.bits), "block": np.int64(self.block), "zero": np.float32(self.zero)}
         return jax.ffi.ffi_call(QUANTIZED_MATMUL, shape)(
-            x, self.codes, self.scales, offsets, gated=gated, **numbers
+            x,
+            self.panels,
+            bits=np.int64(self.bits),
+            block=np.int64(self.block),
+            is_half=self.is_half,
+            has_offsets=self.has_offsets,
+            zero=np.float32(self.zero),
+            gated=gated,
         )
 
 
@@ -84,22 +103,23 @@ def to_quantized_panels(
     num_groups = math.prod(scales.shape[num_output_axes:])
     block = block_of(bits, num_inputs // num_groups)
     assert block is not None, f"groups of {num_inputs // num_groups} inputs"
-    scales, offsets = _narrowed(
-        _grid(scales, outputs, width, turned),
-        None if offsets is None else _grid(offsets, outputs, width, turned),
-    )
-    codes = _codes(codes, outputs, bits, block, width, turned)
-    return QuantizedPanels(codes, scales, offsets, outputs, num_inputs, bits, block, zero, turned)
+    grids = [scales] if offsets is None else [scales, offsets]
+    dtype = jnp.float16 if all(map(_fits_half, grids)) else jnp.float32
+    panels = _joined(codes, grids, outputs, bits, block, width, turned, dtype)
+    is_half, has_offsets = dtype == jnp.float16, offsets is not None
+    return QuantizedPanels(panels, outputs, num_inputs, bits, width, is_half, has_offsets, zero, turned)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _grid(grid: jax.Array, outputs: tuple[int, ...], width: int, turned: bool) -> jax.Array:
-    return _panels(grid, outputs, width, turned).swapaxes(1, 2)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _codes(
-    codes: jax.Array, outputs: tuple[int, ...], bits: int, block: int, width: int, turned: bool
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7))
+def _joined(
+    codes: jax.Array,
+    grids: list[jax.Array],
+    outputs: tuple[int, ...],
+    bits: int,
+    block: int,
+    width: int,
+    turned: bool,
+    dtype: DTypeLike,
 ) -> jax.Array:
     panels = _panels(codes, outputs, width, turned)
     shape = len(panels), PANEL_VECTORS, width // PANEL_VECTORS, panels.shape[2] // block, block // QUAD, QUAD
@@ -107,7 +127,10 @@ def _codes(
     if bits == 4:
         half = panels.shape[2] // 2
         panels = panels[:, :, :half] | panels[:, :, half:] << 4
-    return panels.astype(jnp.uint8).reshape(len(panels), -1)
+    numbers = [_panels(grid, outputs, width, turned).swapaxes(1, 2).astype(dtype) for grid in grids]
+    heads = [jax.lax.bitcast_convert_type(grid, jnp.uint8) for grid in numbers]  # [N, groups, width, bytes]
+    parts = [part.reshape(*numbers[0].shape[:2], -1) for part in (*heads, panels.astype(jnp.uint8))]
+    return jnp.concatenate(parts, axis=2)
 
 
 def _panels(array: jax.Array, outputs: tuple[int, ...], width: int, turned: bool) -> jax.Array:
@@ -116,12 +139,6 @@ def _panels(array: jax.Array, outputs: tuple[int, ...], width: int, turned: bool
     return jnp.pad(matrix, ((0, -len(matrix) % width), (0, 0))).reshape(-1, width, matrix.shape[1])
 
 
-def _narrowed(scales: jax.Array, offsets: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """In float16 if neither loses by it, as those of most files do not."""
-
-    def fits(grid: jax.Array) -> bool:
-        return bool((grid.astype(jnp.float16) == grid).all())
-
-    if not fits(scales) or not (offsets is None or fits(offsets)):
-        return scales, offsets
-    return scales.astype(jnp.float16), None if offsets is None else offsets.astype(jnp.float16)
+def _fits_half(grid: jax.Array) -> bool:
+    """Loses nothing in float16, as those of most files do not."""
+    return bool((grid.astype(jnp.float16) == grid).all())
