@@ -3,9 +3,9 @@
 //
 // Rows of x are rounded to 16 bits, block by block of inputs, and lie as two bytes of each number: what that loses is
 // less than what summing in float32 does, so no row's tokens depend on it. A weight is (code - zero) * scale + offset,
-// with scales and offsets for groups of blocks, float16 or float32. Panels pass from memory in order: of each group
-// scales [kPanel], offsets, if any, likewise, and the codes of its blocks, of each [block / 4][kVectors][kWide][4], so
-// that a vector has four inputs of kWide outputs. Of 4 bits, a block's second half lies above the first.
+// with scales and offsets for groups of blocks, float16 or float32. A matrix is its scales [panels][groups][kPanel],
+// offsets, if any, likewise, and codes: of a panel and a block [block / 4][kVectors][kWide][4], so that each vector has
+// four inputs of kWide outputs. Of 4 bits, the block's second half lies above the first.
 
 #include <cstring>
 #include <memory>
@@ -115,11 +115,12 @@ struct Tile {
 
 struct Rows {
   int64_t m, num_blocks;
+  float factor;                     // of the sums
   std::unique_ptr<int8_t[]> bytes;  // of each tile [blocks][rows][2][block]: upper, then lower
   std::unique_ptr<float[]> scales;  // of each tile [blocks][2][rows]: scales, then sums
 
-  Rows(int64_t m, int64_t num_blocks, int block)
-      : m(m), num_blocks(num_blocks), bytes(new int8_t[m * num_blocks * 2 * block]),
+  Rows(int64_t m, int64_t num_blocks, int block, float factor)
+      : m(m), num_blocks(num_blocks), factor(factor), bytes(new int8_t[m * num_blocks * 2 * block]),
         scales(new float[m * num_blocks * 2]) {}
 
   template <int kBlock>
@@ -128,7 +129,7 @@ struct Rows {
     int8_t* to = bytes.get() + (tile.first * num_blocks + row - tile.first) * 2 * kBlock;
     float* scale = scales.get() + tile.first * num_blocks * 2 + row - tile.first;
     for (int64_t b = 0; b < num_blocks; ++b, x += kBlock, to += tile.size * 2 * kBlock, scale += tile.size * 2)
-      scale[tile.size] = RoundBlock<kBlock>(x, to, scale);
+      scale[tile.size] = RoundBlock<kBlock>(x, to, scale) * factor;
   }
 
   // The sum of what is multiplied, so that both lose the same.
@@ -167,14 +168,14 @@ struct Rows {
 // ---- weights
 
 struct Weights {
-  const uint8_t* panels;
+  const uint8_t *scales, *offsets, *codes;  // offsets: null if there are none
   int64_t num_groups;
-  bool is_half, has_offsets;
-  float zero;  // where there are no offsets
+  bool is_half;
 
   // A vector of scales or offsets.
   Floats Numbers(const uint8_t* from) const {
-    return is_half ? FromHalf(reinterpret_cast<const uint16_t*>(from)) : *reinterpret_cast<const Floats*>(from);
+    if (__builtin_expect(is_half, true)) return FromHalf(reinterpret_cast<const uint16_t*>(from));
+    return *reinterpret_cast<const Floats*>(from);
   }
 };
 
@@ -191,21 +192,21 @@ void Unpack(const uint8_t* codes, Codes (&quads)[kBlock / 4]) {
 
 // y [M, V vectors] = M rows, which are a tile, times V vectors of a panel from `vector` on.
 template <int kBits, int kBlock, int M, int V>
-void MultiplyTile(const Rows& x, int64_t row, const Weights& w, int64_t panel, int vector, float* y, int64_t stride) {
+__attribute__((noinline)) void MultiplyTile(const Rows& x, int64_t row, const Weights& w, int64_t panel, int vector,
+                                            float* y, int64_t stride) {
   constexpr int64_t kCodeBytes = kBlock * kPanel * kBits / 8;
-  const int64_t blocks_in_group = x.num_blocks / w.num_groups, vector_bytes = kWide * (w.is_half ? 2 : 4);
-  const int64_t head_bytes = kVectors * vector_bytes * (w.has_offsets ? 2 : 1);
-  const uint8_t* codes = w.panels + panel * w.num_groups * (head_bytes + blocks_in_group * kCodeBytes);
-  const uint8_t* head = nullptr;
-  const int8_t* bytes = x.bytes.get() + row * x.num_blocks * 2 * kBlock;
-  const float* row_scales = x.scales.get() + row * x.num_blocks * 2;
+  const int64_t num_blocks = x.num_blocks, blocks_in_group = num_blocks / w.num_groups;
+  const int64_t vector_bytes = kWide * (w.is_half ? 2 : 4);
+  const uint8_t* codes = w.codes + panel * num_blocks * kCodeBytes + vector * kWide * 4;
+  const int8_t* bytes = x.bytes.get() + row * num_blocks * 2 * kBlock;
+  const float* row_scales = x.scales.get() + row * num_blocks * 2;
+  int64_t group = (panel * w.num_groups * kVectors + vector) * vector_bytes, blocks_left = blocks_in_group;
   Floats totals[M][V] = {};
-  for (int64_t b = 0, end = 0; b < x.num_blocks; ++b) {
-    if (b == end) head = codes + vector * vector_bytes, codes += head_bytes, end += blocks_in_group;
+  for (int64_t b = 0; b < num_blocks; ++b) {
     Unrolled<V>([&](auto v) INLINED {
       Codes quads[kBlock / 4];
-      Unpack<kBits, kBlock>(codes + (vector + v) * kWide * 4, quads);
-      const Floats scales = w.Numbers(head + v * vector_bytes);
+      Unpack<kBits, kBlock>(codes + v * kWide * 4, quads);
+      const Floats scales = w.Numbers(w.scales + group + v * vector_bytes);
       Unrolled<M>([&](auto a) INLINED {
         Sums upper = Fresh(kUpperZero), lower = Fresh(kLowerZero);
         const int8_t *above = bytes + a * 2 * kBlock, *below = above + kBlock;
@@ -214,12 +215,13 @@ void MultiplyTile(const Rows& x, int64_t row, const Weights& w, int64_t panel, i
         });
         totals[a][v] += scales * row_scales[a] * ToFloats(upper, lower);
       });
-      if (w.has_offsets || w.zero != 0) {
-        const Floats offsets = w.has_offsets ? w.Numbers(head + (kVectors + v) * vector_bytes) : scales * -w.zero;
+      if (__builtin_expect(w.offsets != nullptr, kBits == 4)) {
+        const Floats offsets = w.Numbers(w.offsets + group + v * vector_bytes);
         Unrolled<M>([&](auto a) INLINED { totals[a][v] += offsets * row_scales[M + a]; });
       }
     });
     codes += kCodeBytes, bytes += M * 2 * kBlock, row_scales += M * 2;
+    if (--blocks_left == 0) blocks_left = blocks_in_group, group += kVectors * vector_bytes;
   }
   Unrolled<M>([&](auto a) INLINED {
     Unrolled<V>([&](auto v) INLINED { *reinterpret_cast<Floats*>(y + a * stride + v * kWide) = totals[a][v]; });
@@ -238,9 +240,10 @@ void MultiplyRows(const Rows& x, int64_t row, int64_t num_rows, const Weights& w
 }
 
 template <int kBits, int kBlock>
-void Multiply(ffi::ThreadPool& pool, const float* x, int64_t m, int64_t k, const Weights& weights, int64_t num_panels,
-              bool gated, float* y, int64_t n) {
-  Rows rows(m, k / kBlock, kBlock);
+void Multiply(ffi::ThreadPool& pool, const float* x, int64_t m, int64_t k, const Weights& weights, float zero,
+              int64_t num_panels, bool gated, float* y, int64_t n) {
+  // (code - zero) * scale is an offset, too: the scale, of rows whose sums are -zero times theirs.
+  Rows rows(m, k / kBlock, kBlock, zero != 0 ? -zero : 1);
   if (m < kTile) {
     for (int64_t row = 0; row < m; ++row) rows.Round<kBlock>(x + row * k, row);
   } else {
@@ -252,13 +255,16 @@ void Multiply(ffi::ThreadPool& pool, const float* x, int64_t m, int64_t k, const
   RunProduct<kPanel, kBlockRows>(pool, num_panels, gated, y, m, n, multiply);
 }
 
-ffi::Error MultiplyQuantized(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR3<ffi::U8> panels,
-                             ffi::ResultBufferR2<ffi::F32> y, int64_t bits, int64_t block, bool is_half,
-                             bool has_offsets, float zero, bool gated) {
-  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], num_panels = panels.dimensions()[0];
-  const Weights weights{panels.typed_data(), panels.dimensions()[1], is_half, has_offsets, zero};
+ffi::Error MultiplyQuantized(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::BufferR2<ffi::U8> cells,
+                             ffi::ResultBufferR2<ffi::F32> y, int64_t bits, int64_t block, int64_t num_groups,
+                             bool is_half, bool has_offsets, float zero, bool gated) {
+  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = y->dimensions()[1] * (gated ? 2 : 1);
+  const int64_t num_panels = (n + kPanel - 1) / kPanel, grid = num_panels * num_groups * kPanel * (is_half ? 2 : 4);
+  const uint8_t *scales = cells.typed_data(), *offsets = has_offsets ? scales + grid : zero != 0 ? scales : nullptr;
+  const Weights weights{scales, offsets, scales + grid * (has_offsets ? 2 : 1), num_groups, is_half};
   auto run = bits == 4 ? &Multiply<4, 32> : block == 32 ? &Multiply<8, 32> : &Multiply<8, 16>;
-  run(pool, x.typed_data(), m, k, weights, num_panels, gated, y->typed_data(), y->dimensions()[1]);
+  zero = has_offsets ? 0 : zero;
+  run(pool, x.typed_data(), m, k, weights, zero, num_panels, gated, y->typed_data(), y->dimensions()[1]);
   return ffi::Error::Success();
 }
 
@@ -270,10 +276,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hex_llm_quantized_matmul, MultiplyQuantized,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::BufferR2<ffi::F32>>()
-                                  .Arg<ffi::BufferR3<ffi::U8>>()
+                                  .Arg<ffi::BufferR2<ffi::U8>>()
                                   .Ret<ffi::BufferR2<ffi::F32>>()
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("block")
+                                  .Attr<int64_t>("num_groups")
                                   .Attr<bool>("is_half")
                                   .Attr<bool>("has_offsets")
                                   .Attr<float>("zero")

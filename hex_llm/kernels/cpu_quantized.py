@@ -29,11 +29,13 @@ def block_of(bits: int, group: int) -> int | None:
 class QuantizedPanels(PanelMatrix):
     """A weight is (code - zero) * scale + offset. Outputs are filled up to a multiple of the width."""
 
-    panels: jax.Array  # uint8 [N, groups, bytes]: see cpu_quantized.cc; one array, for each costs a step time
+    cells: (
+        jax.Array
+    )  # uint8 [C, 2 * width]: see cpu_quantized.cc; one array, since each costs a step some time
     outputs: tuple[int, ...] = field(metadata={"static": True})
     num_inputs: int = field(metadata={"static": True})
     bits: int = field(metadata={"static": True})
-    num_lanes: int = field(metadata={"static": True})
+    num_groups: int = field(metadata={"static": True})
     is_half: bool = field(metadata={"static": True})  # scales and offsets are float16, not float32
     has_offsets: bool = field(metadata={"static": True})
     zero: int = field(default=0, metadata={"static": True})
@@ -41,11 +43,7 @@ class QuantizedPanels(PanelMatrix):
 
     @property
     def width(self) -> int:
-        return self.num_lanes
-
-    @property
-    def num_groups(self) -> int:
-        return int(self.panels.shape[1])
+        return int(self.cells.shape[1]) // 2
 
     @property
     def block(self) -> int:
@@ -54,31 +52,44 @@ class QuantizedPanels(PanelMatrix):
         return block
 
     def rows(self, which: jax.Array) -> jax.Array:
-        panels, lane = self.panels[which // self.width], which % self.width
+        num, num_panels = len(which), -(-math.prod(self.outputs) // self.width)
+        panel, lane, every = which // self.width, which % self.width, jnp.arange(num)
         dtype = jnp.dtype(jnp.float16 if self.is_half else jnp.float32)
-        shape = *panels.shape[:2], 1 + self.has_offsets, self.width, dtype.itemsize
-        head, codes = jnp.split(panels, [math.prod(shape[2:])], axis=2)
-        numbers = jax.lax.bitcast_convert_type(head.reshape(shape), dtype)
-        numbers = numbers[jnp.arange(len(which)), :, :, lane].astype(jnp.float32)  # [T, groups, 1 or 2]
-        codes = codes.reshape(len(which), -1, self.width, QUAD)[jnp.arange(len(which)), :, lane]
+        grid, codes = (
+            self.num_groups * dtype.itemsize // 2,
+            self.num_inputs * self.bits // 16,
+        )  # cells of a panel
+
+        def of_panels(start: int, size: int) -> jax.Array:
+            """[T, size, 2 * width] of each row's panel, in a part that begins at a cell."""
+            return jax.vmap(lambda i: jax.lax.dynamic_slice_in_dim(self.cells, i, size))(start + panel * size)
+
+        def numbers(start: int) -> jax.Array:
+            """[T, groups, 1]"""
+            taken = of_panels(start, grid).reshape(num, self.num_groups, self.width, dtype.itemsize)
+            taken = jax.lax.bitcast_convert_type(taken, dtype)
+            return taken[every, :, lane, None].astype(jnp.float32)
+
+        quads = of_panels(num_panels * grid * (1 + self.has_offsets), codes)
+        quads = quads.reshape(num, -1, self.width, QUAD)[every, :, lane]
         if self.bits == 4:
-            codes = codes.reshape(len(which), self.num_inputs // self.block, -1, QUAD)
-            codes = jnp.concatenate([codes & 15, codes >> 4], axis=2)
+            quads = quads.reshape(num, self.num_inputs // self.block, -1, QUAD)
+            quads = jnp.concatenate([quads & 15, quads >> 4], axis=2)
         else:
-            codes = codes.astype(jnp.int8)
-        groups = codes.reshape(len(which), self.num_groups, -1).astype(jnp.float32) - self.zero
-        values = groups * numbers[..., :1]
+            quads = quads.astype(jnp.int8)
+        values = (quads.reshape(num, self.num_groups, -1).astype(jnp.float32) - self.zero) * numbers(0)
         if self.has_offsets:
-            values += numbers[..., 1:]
-        return values.reshape(len(which), -1)
+            values += numbers(num_panels * grid)
+        return values.reshape(num, -1)
 
     def _multiply(self, x: jax.Array, num_columns: int, gated: bool = False) -> jax.Array:
         shape = jax.ShapeDtypeStruct((len(x), num_columns), jnp.float32)
         return jax.ffi.ffi_call(QUANTIZED_MATMUL, shape)(
             x,
-            self.panels,
+            self.cells,
             bits=np.int64(self.bits),
             block=np.int64(self.block),
+            num_groups=np.int64(self.num_groups),
             is_half=self.is_half,
             has_offsets=self.has_offsets,
             zero=np.float32(self.zero),
@@ -105,9 +116,9 @@ def to_quantized_panels(
     assert block is not None, f"groups of {num_inputs // num_groups} inputs"
     grids = [scales] if offsets is None else [scales, offsets]
     dtype = jnp.float16 if all(map(_fits_half, grids)) else jnp.float32
-    panels = _joined(codes, grids, outputs, bits, block, width, turned, dtype)
+    cells = _joined(codes, grids, outputs, bits, block, width, turned, dtype)
     is_half, has_offsets = dtype == jnp.float16, offsets is not None
-    return QuantizedPanels(panels, outputs, num_inputs, bits, width, is_half, has_offsets, zero, turned)
+    return QuantizedPanels(cells, outputs, num_inputs, bits, num_groups, is_half, has_offsets, zero, turned)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7))
@@ -128,9 +139,8 @@ def _joined(
         half = panels.shape[2] // 2
         panels = panels[:, :, :half] | panels[:, :, half:] << 4
     numbers = [_panels(grid, outputs, width, turned).swapaxes(1, 2).astype(dtype) for grid in grids]
-    heads = [jax.lax.bitcast_convert_type(grid, jnp.uint8) for grid in numbers]  # [N, groups, width, bytes]
-    parts = [part.reshape(*numbers[0].shape[:2], -1) for part in (*heads, panels.astype(jnp.uint8))]
-    return jnp.concatenate(parts, axis=2)
+    grids = [jax.lax.bitcast_convert_type(grid, jnp.uint8) for grid in numbers]
+    return jnp.concatenate([part.reshape(-1, 2 * width) for part in (*grids, panels.astype(jnp.uint8))])
 
 
 def _panels(array: jax.Array, outputs: tuple[int, ...], width: int, turned: bool) -> jax.Array:
