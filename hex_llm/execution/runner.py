@@ -114,6 +114,7 @@ class Runner:
         devices = Devices.of(config, self._platform, mesh.size, dtype)
         kernels = choose_kernels(spec, devices)
         self.weights = kernels.lay_out(weights)
+        self._leaves = jax.tree.leaves(self.weights)
         self.spec, self.mesh, self.dtype = spec, mesh, dtype
         self.paddings, self.config = paddings, config
         self.adapter_layout = None if adapters is None else adapters[0]
@@ -175,7 +176,7 @@ class Runner:
         return Launched(self._choose(logits, rows, features), hidden)
 
     def _run(self, shape: StepShape, packed: Ints) -> tuple[jax.Array, jax.Array, jax.Array]:
-        given = (self.weights, self.pages, self.slots, packed, *((self.adapters,) if shape.adapted else ()))
+        given = (self._leaves, self.pages, self.slots, packed, *((self.adapters,) if shape.adapted else ()))
         last, rows, hidden, self.pages, self.slots = self.program(shape)(*given)
         return last, rows, hidden
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from hex_llm.kernels.cpu import PANEL_VECTORS, QUANTIZED_MATMUL, PanelMatrix
 
@@ -28,42 +29,71 @@ def block_of(bits: int, group: int) -> int | None:
 class QuantizedPanels(PanelMatrix):
     """A weight is (code - zero) * scale + offset. Outputs are filled up to a multiple of the width."""
 
-    codes: jax.Array  # uint8 [N, bytes]: see cpu_quantized.cc
-    scales: jax.Array  # float16 or float32 [N, groups, width]
-    offsets: jax.Array | None  # likewise
+    cells: (
+        jax.Array
+    )  # uint8 [C, 2 * width]: see cpu_quantized.cc; one array, since each costs a step some time
     outputs: tuple[int, ...] = field(metadata={"static": True})
     num_inputs: int = field(metadata={"static": True})
     bits: int = field(metadata={"static": True})
-    block: int = field(metadata={"static": True})
+    num_groups: int = field(metadata={"static": True})
+    is_half: bool = field(metadata={"static": True})  # scales and offsets are float16, not float32
+    has_offsets: bool = field(metadata={"static": True})
     zero: int = field(default=0, metadata={"static": True})
     turned: bool = field(default=False, metadata={"static": True})
 
     @property
     def width(self) -> int:
-        return int(self.scales.shape[2])
+        return int(self.cells.shape[1]) // 2
+
+    @property
+    def block(self) -> int:
+        block = block_of(self.bits, self.num_inputs // self.num_groups)
+        assert block is not None, f"{self.num_groups} groups of {self.num_inputs} inputs"
+        return block
 
     def rows(self, which: jax.Array) -> jax.Array:
-        panel, lane = which // self.width, which % self.width
-        vector, lane = lane // (self.width // PANEL_VECTORS), lane % (self.width // PANEL_VECTORS)
-        num_blocks = self.num_inputs // self.block
-        codes = self.codes.reshape(len(self.codes), num_blocks, -1, PANEL_VECTORS, self.width // 2, QUAD)
-        codes = codes[panel, :, :, vector, lane]  # [T, blocks, loads, quad]
+        num, num_panels = len(which), -(-math.prod(self.outputs) // self.width)
+        panel, lane, every = which // self.width, which % self.width, jnp.arange(num)
+        dtype = jnp.dtype(jnp.float16 if self.is_half else jnp.float32)
+        grid, codes = (
+            self.num_groups * dtype.itemsize // 2,
+            self.num_inputs * self.bits // 16,
+        )  # cells of a panel
+
+        def of_panels(start: int, size: int) -> jax.Array:
+            """[T, size, 2 * width] of each row's panel, in a part that begins at a cell."""
+            return jax.vmap(lambda i: jax.lax.dynamic_slice_in_dim(self.cells, i, size))(start + panel * size)
+
+        def numbers(start: int) -> jax.Array:
+            """[T, groups, 1]"""
+            taken = of_panels(start, grid).reshape(num, self.num_groups, self.width, dtype.itemsize)
+            taken = jax.lax.bitcast_convert_type(taken, dtype)
+            return taken[every, :, lane, None].astype(jnp.float32)
+
+        quads = of_panels(num_panels * grid * (1 + self.has_offsets), codes)
+        quads = quads.reshape(num, -1, self.width, QUAD)[every, :, lane]
         if self.bits == 4:
-            codes = jnp.concatenate([codes & 15, codes >> 4], axis=2)
+            quads = quads.reshape(num, self.num_inputs // self.block, -1, QUAD)
+            quads = jnp.concatenate([quads & 15, quads >> 4], axis=2)
         else:
-            codes = codes.astype(jnp.int8)
-        groups = codes.reshape(len(which), self.scales.shape[1], -1).astype(jnp.float32) - self.zero
-        values = groups * self.scales[panel, :, which % self.width][..., None].astype(jnp.float32)
-        if self.offsets is not None:
-            values += self.offsets[panel, :, which % self.width][..., None].astype(jnp.float32)
-        return values.reshape(len(which), -1)
+            quads = quads.astype(jnp.int8)
+        values = (quads.reshape(num, self.num_groups, -1).astype(jnp.float32) - self.zero) * numbers(0)
+        if self.has_offsets:
+            values += numbers(num_panels * grid)
+        return values.reshape(num, -1)
 
     def _multiply(self, x: jax.Array, num_columns: int, gated: bool = False) -> jax.Array:
         shape = jax.ShapeDtypeStruct((len(x), num_columns), jnp.float32)
-        offsets = jnp.zeros((0, 0, 0), self.scales.dtype) if self.offsets is None else self.offsets
-        numbers = {"bits": np.int64(self.bits), "block": np.int64(self.block), "zero": np.float32(self.zero)}
         return jax.ffi.ffi_call(QUANTIZED_MATMUL, shape)(
-            x, self.codes, self.scales, offsets, gated=gated, **numbers
+            x,
+            self.cells,
+            bits=np.int64(self.bits),
+            block=np.int64(self.block),
+            num_groups=np.int64(self.num_groups),
+            is_half=self.is_half,
+            has_offsets=self.has_offsets,
+            zero=np.float32(self.zero),
+            gated=gated,
         )
 
 
@@ -84,22 +114,23 @@ def to_quantized_panels(
     num_groups = math.prod(scales.shape[num_output_axes:])
     block = block_of(bits, num_inputs // num_groups)
     assert block is not None, f"groups of {num_inputs // num_groups} inputs"
-    scales, offsets = _narrowed(
-        _grid(scales, outputs, width, turned),
-        None if offsets is None else _grid(offsets, outputs, width, turned),
-    )
-    codes = _codes(codes, outputs, bits, block, width, turned)
-    return QuantizedPanels(codes, scales, offsets, outputs, num_inputs, bits, block, zero, turned)
+    grids = [scales] if offsets is None else [scales, offsets]
+    dtype = jnp.float16 if all(map(_fits_half, grids)) else jnp.float32
+    cells = _joined(codes, grids, outputs, bits, block, width, turned, dtype)
+    is_half, has_offsets = dtype == jnp.float16, offsets is not None
+    return QuantizedPanels(cells, outputs, num_inputs, bits, num_groups, is_half, has_offsets, zero, turned)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _grid(grid: jax.Array, outputs: tuple[int, ...], width: int, turned: bool) -> jax.Array:
-    return _panels(grid, outputs, width, turned).swapaxes(1, 2)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _codes(
-    codes: jax.Array, outputs: tuple[int, ...], bits: int, block: int, width: int, turned: bool
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7))
+def _joined(
+    codes: jax.Array,
+    grids: list[jax.Array],
+    outputs: tuple[int, ...],
+    bits: int,
+    block: int,
+    width: int,
+    turned: bool,
+    dtype: DTypeLike,
 ) -> jax.Array:
     panels = _panels(codes, outputs, width, turned)
     shape = len(panels), PANEL_VECTORS, width // PANEL_VECTORS, panels.shape[2] // block, block // QUAD, QUAD
@@ -107,7 +138,9 @@ def _codes(
     if bits == 4:
         half = panels.shape[2] // 2
         panels = panels[:, :, :half] | panels[:, :, half:] << 4
-    return panels.astype(jnp.uint8).reshape(len(panels), -1)
+    numbers = [_panels(grid, outputs, width, turned).swapaxes(1, 2).astype(dtype) for grid in grids]
+    grids = [jax.lax.bitcast_convert_type(grid, jnp.uint8) for grid in numbers]
+    return jnp.concatenate([part.reshape(-1, 2 * width) for part in (*grids, panels.astype(jnp.uint8))])
 
 
 def _panels(array: jax.Array, outputs: tuple[int, ...], width: int, turned: bool) -> jax.Array:
@@ -116,12 +149,6 @@ def _panels(array: jax.Array, outputs: tuple[int, ...], width: int, turned: bool
     return jnp.pad(matrix, ((0, -len(matrix) % width), (0, 0))).reshape(-1, width, matrix.shape[1])
 
 
-def _narrowed(scales: jax.Array, offsets: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """In float16 if neither loses by it, as those of most files do not."""
-
-    def fits(grid: jax.Array) -> bool:
-        return bool((grid.astype(jnp.float16) == grid).all())
-
-    if not fits(scales) or not (offsets is None or fits(offsets)):
-        return scales, offsets
-    return scales.astype(jnp.float16), None if offsets is None else offsets.astype(jnp.float16)
+def _fits_half(grid: jax.Array) -> bool:
+    """Loses nothing in float16, as those of most files do not."""
+    return bool((grid.astype(jnp.float16) == grid).all())

@@ -49,7 +49,7 @@ def make(
         width=WIDTH,
         turned=turned,
     )
-    assert panels.scales.dtype == (jnp.float16 if is_half else jnp.float32)
+    assert panels.is_half == is_half
     return panels, weights
 
 
