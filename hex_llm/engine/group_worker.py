@@ -14,10 +14,10 @@ import msgspec
 
 from hex_llm.config import EngineConfig
 from hex_llm.engine.worker import WorkerProcess, run_process
+from hex_llm.execution.messages import Came, Joining, Told, Warm
 from hex_llm.ipc import protocol
 
 if TYPE_CHECKING:
-    from hex_llm.execution.elsewhere import Told
     from hex_llm.execution.moving import Post
     from hex_llm.execution.runner import Runner
 
@@ -37,9 +37,7 @@ class GroupWorker(WorkerProcess[Group]):
         self._telling_lock = threading.Lock()
 
     def load(self, config: EngineConfig) -> Group:
-        from hex_llm.engine.groups import Joining
         from hex_llm.engine.loading import load_group
-        from hex_llm.execution.elsewhere import Came, Warm
 
         joining = msgspec.msgpack.decode(self._inbox.recv(), type=Joining)
         runner, post, loaded = load_group(config, joining, lambda *told: self._tell(Came(*told)))

@@ -2,7 +2,7 @@
 
 Each group is a process on its host (`engine/group_worker.py`), started there for its stand-in here
 (`launch/remote.py`): frames to and from the stand-in are frames to and from the group, and when either ends,
-so does the other.
+so does the other. No jax: other hosts wait for stand-ins from the beginning.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from contextlib import ExitStack
 import msgspec
 import zmq
 
+from hex_llm.cluster import parts_of
 from hex_llm.config import EngineConfig
 from hex_llm.errors import HexError, ModelError
-from hex_llm.execution.elsewhere import Answer, Came, Loaded, Told, Warm
-from hex_llm.execution.moving import MoveKeys
+from hex_llm.execution.messages import Answer, Came, Joining, Loaded, MoveKeys, Told, Warm
 from hex_llm.ipc import protocol
 from hex_llm.ipc.children import STAND_IN, environment, kill_family, private_folder
 from hex_llm.ipc.pulse import Watch
@@ -36,14 +36,6 @@ KILL_S = 5.0
 Report = Told | protocol.Beat | protocol.Progress | protocol.Failed
 
 
-class Joining(msgspec.Struct, array_like=True):
-    """What a group is told after protocol.Start."""
-
-    group: int
-    keys: MoveKeys
-    num_blocks: int | None = None  # that the process before it had
-
-
 class RemoteGroup:
     """The process of one group, from its first start on: `start` replaces one that has ended."""
 
@@ -52,7 +44,7 @@ class RemoteGroup:
 
     def __init__(self, config: EngineConfig, index: int, keys: MoveKeys) -> None:
         self.index = index
-        self._config, self._keys = config, keys
+        self._config, self.keys = config, keys
         self.take: Callable[[Answer | Came], None] = lambda told: None  # set by who asks for answers
         self._at_end = ExitStack()
         self._reader: protocol.Reader[Report] = protocol.Reader(Report)
@@ -75,7 +67,7 @@ class RemoteGroup:
         self._outbox.connect(protocol.command_address(folder))
         level = logging.getLogger("hex_llm").getEffectiveLevel()
         self.tell(protocol.encode(protocol.Start(self._config, level, is_again=before is not None)))
-        joining = Joining(self.index, self._keys, None if before is None else before.num_blocks - 1)
+        joining = Joining(self.index, self.keys, None if before is None else before.num_blocks - 1)
         self.tell(msgspec.msgpack.encode(joining))
         self._process = subprocess.Popen(
             [*STAND_IN, str(self.index), str(folder)],
@@ -145,6 +137,15 @@ class RemoteGroup:
             kill_family(self._process.pid)
             self._process.wait(KILL_S)
         self._at_end.close()
+
+
+def start_groups(config: EngineConfig) -> list[RemoteGroup]:
+    """Those that are not on this host, the first."""
+    parts = parts_of(config)
+    if parts is None or parts.kind != "group":
+        return []
+    keys = MoveKeys.make()
+    return [RemoteGroup(config, i, keys) for i in range(parts.num // config.num_hosts, parts.num)]
 
 
 def end_all(groups: list[RemoteGroup]) -> None:

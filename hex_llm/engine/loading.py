@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,18 @@ from jax.sharding import Mesh
 from hex_llm.cluster import agreed_facts, difference, own_address, parts_of
 from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine, Stepper
-from hex_llm.engine.groups import Joining, RemoteGroup, end_all
+from hex_llm.engine.groups import RemoteGroup, end_all, start_groups
 from hex_llm.engine.separate import SeparateSteppers
 from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import Paddings
-from hex_llm.execution.elsewhere import Loaded, RemoteRunner
+from hex_llm.execution.elsewhere import RemoteRunner
 from hex_llm.execution.kernel_choice import DTYPES, FLOAT8, Devices, Kernels, choose_kernels
 from hex_llm.execution.leading import LeadingRunner
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks, shown_size, token_bytes
-from hex_llm.execution.moving import MoveKeys, Post
+from hex_llm.execution.messages import Joining, Loaded
+from hex_llm.execution.moving import Post
 from hex_llm.execution.runner import Runner, keep_compiled
 from hex_llm.execution.weight_plan import EXPANDED, FORMS, WeightPlan, plan_weights, quantized_bytes
 from hex_llm.models.families import model_spec
@@ -52,21 +53,31 @@ log = logging.getLogger(__name__)
 MIN_FLOAT8 = 8.9  # of a GPU's compute capability
 
 
-def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, Tokenizer | None]:
-    """Fetches, loads and, with --warmup, compiles all that requests can need."""
+def load_engine(
+    config: EngineConfig, progress: bool = False, groups: list[RemoteGroup] | None = None
+) -> tuple[Engine, Tokenizer | None]:
+    """Fetches, loads and, with --warmup, compiles all that requests can need. `groups`: those elsewhere, if
+    they were started before."""
+    groups = start_groups(config) if groups is None else groups
+    try:
+        return _load_engine(config, progress, groups)
+    except BaseException:
+        end_all(groups)  # else they would wait for another engine
+        raise
+
+
+def _load_engine(
+    config: EngineConfig, progress: bool, groups: list[RemoteGroup]
+) -> tuple[Engine, Tokenizer | None]:
     if config.num_hosts > 1:
         config = with_hosts(config)
     files = open_files(config)
     tokenizer = load_tokenizer(config, files)
     kept_in = keep_compiled(config.cache_dir)
-    engine = build_engine(config, files, tokenizer, progress, kept_in)
+    engine = build_engine(config, files, tokenizer, progress, kept_in, groups)
     if config.warmup:
-        try:
-            with explained(config, "compiling", describe_memory(engine)):
-                engine.warm_up(progress)
-        except BaseException:
-            engine.stepper.close()  # groups elsewhere would wait for another engine
-            raise
+        with explained(config, "compiling", describe_memory(engine)):
+            engine.warm_up(progress)
     engine.memory = describe_memory(engine)
     log.info("%s", engine.memory)
     if (longest := engine.limits.longest) < engine.limits.max_len:
@@ -99,6 +110,7 @@ def build_engine(
     tokenizer: Tokenizer | None,
     progress: bool = False,
     kept_in: Path | None = None,
+    groups: Sequence[RemoteGroup] = (),
 ) -> Engine:
     spec = spec_of(config, files)
     has_groups = config.disagg_topo is not None
@@ -110,7 +122,7 @@ def build_engine(
         make = partial(LeadingRunner, hosts.send)
     build = partial(build_runner, config, files, spec, make=make, progress=progress, kept_in=kept_in)
     if has_groups:
-        separate, first = build_groups(config, files, build)
+        separate, first = build_groups(config, files, build, groups)
         return Engine(config, first[0].spec, *first, grammars, pooling, stepper=separate)
     mesh = make_mesh(config.tensor_parallel_size, None if hosts is None else devices_of(config))
     if hosts is not None:
@@ -123,33 +135,28 @@ Built = tuple[Runner, int]  # with the number of its blocks
 
 
 def build_groups(
-    config: EngineConfig, files: ModelFiles, build: Callable[[Mesh], Built]
+    config: EngineConfig,
+    files: ModelFiles,
+    build: Callable[[Mesh], Built],
+    groups: Sequence[RemoteGroup],
 ) -> tuple[SeparateSteppers, Built]:
-    """Those that prefill and those that decode, and the first of them, which is here. Those of other hosts
-    load meanwhile."""
+    """Those that prefill and those that decode, and the first of them, which is here. `groups` elsewhere load
+    meanwhile."""
     assert config.disagg_topo is not None
-    size, num_here = config.tensor_parallel_size, config.num_groups // config.num_hosts
-    keys = MoveKeys.make()
-    groups = [RemoteGroup(config, i, keys) for i in range(num_here, config.num_groups)]
-    try:
-        devices = list(make_mesh(num_here * size).devices.flat)
-        here = [build(make_mesh(size, devices[i : i + size])) for i in range(0, len(devices), size)]
-        first = here[0][0]
-        steppers = [Stepper(config, runner.spec, runner, num_blocks) for runner, num_blocks in here]
-        facts = {**facts_of(config, files), **facts_of_pages(first)}
-        far = [Stepper(config, first.spec, *remote_runner(first, facts, group)) for group in groups]
-        num_prefilling = int(config.disagg_topo.split(",")[0])
-        steppers += far
-        separate = SeparateSteppers(steppers[:num_prefilling], steppers[num_prefilling:])
-        if groups:
-            runners = {i: runner for i, (runner, _) in enumerate(here)}
-            assert config.coordinator_address is not None
-            host = config.coordinator_address.rpartition(":")[0]
-            post = Post(keys, host, runners, separate.note_parcel)
-            separate.connect(dict(zip(far, groups, strict=True)), post)
-    except BaseException:
-        end_all(groups)
-        raise
+    size, num_prefilling = config.tensor_parallel_size, int(config.disagg_topo.split(",")[0])
+    devices = list(make_mesh((config.num_groups - len(groups)) * size).devices.flat)
+    here = [build(make_mesh(size, devices[i : i + size])) for i in range(0, len(devices), size)]
+    first = here[0][0]
+    facts = {**facts_of(config, files), **facts_of_pages(first)}
+    elsewhere = [remote_runner(first, facts, group) for group in groups]
+    steppers = [Stepper(config, first.spec, *one) for one in (*here, *elsewhere)]
+    separate = SeparateSteppers(steppers[:num_prefilling], steppers[num_prefilling:])
+    if groups:
+        assert config.coordinator_address is not None
+        host = config.coordinator_address.rpartition(":")[0]
+        runners = {i: runner for i, (runner, _) in enumerate(here)}
+        post = Post(groups[0].keys, host, runners, separate.note_parcel)
+        separate.connect(dict(zip(steppers[len(here) :], groups, strict=True)), post)
     return separate, here[0]
 
 

@@ -22,8 +22,9 @@ from hex_llm.engine.book import RequestBook
 from hex_llm.engine.engine import Stepper, Watched
 from hex_llm.engine.groups import RemoteGroup, end_all
 from hex_llm.errors import EngineStopped
-from hex_llm.execution.elsewhere import Answer, Came, Drop, Put, RemoteRunner, Take
-from hex_llm.execution.moving import Address, Post
+from hex_llm.execution.elsewhere import Drop, Put, RemoteRunner, Take
+from hex_llm.execution.messages import Address, Answer, Came
+from hex_llm.execution.moving import Post
 from hex_llm.execution.programs import Pages
 from hex_llm.execution.runner import Runner, is_there
 from hex_llm.ipc.stats import Stats, summed

@@ -26,6 +26,7 @@ import zmq
 from tqdm import tqdm
 
 from hex_llm.config import EngineConfig
+from hex_llm.engine.groups import start_groups
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest
 from hex_llm.ipc import protocol
 from hex_llm.ipc.protocol import Command, Progress, Report
@@ -49,9 +50,10 @@ Load = Callable[[EngineConfig], T]
 
 
 def load(config: EngineConfig) -> Engine:
+    groups = start_groups(config)
     from hex_llm.engine.loading import load_engine
 
-    engine, _ = load_engine(config, progress=True)
+    engine, _ = load_engine(config, progress=True, groups=groups)
     return engine
 
 

@@ -19,13 +19,13 @@ import numpy.typing as npt
 from hex_llm.errors import EngineStopped
 from hex_llm.execution.adapters import HostAdapter
 from hex_llm.execution.batch import Ints, Paddings, StepShape
-from hex_llm.execution.leading import Call, Launch, Place, Score, Tensor, Write, carry_out
-from hex_llm.execution.moving import Address, Post
+from hex_llm.execution.leading import Call, Launch, Place, Score, Write, carry_out
+from hex_llm.execution.messages import Address, Answer, Loaded, Tensor, Told, Warm
+from hex_llm.execution.moving import Post
 from hex_llm.execution.profile import Recorder
 from hex_llm.execution.runner import CompiledLate, Runner
 from hex_llm.execution.step_runner import Launched, StepRunner
 from hex_llm.models.adapters import Slots
-from hex_llm.scheduling.limits import StepLimits
 from hex_llm.types import TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -63,40 +63,6 @@ class Hidden(msgspec.Struct, tag=True, array_like=True):
 
 
 _CALLS = msgspec.msgpack.Decoder(Call | Take | Put | Drop | Hidden)
-
-
-# ---- what it tells
-
-
-class Loaded(msgspec.Struct, tag=True):
-    """All that is known of it before its first step."""
-
-    facts: dict[str, str]  # that must be the same everywhere
-    limits: StepLimits
-    max_single: int
-    num_blocks: int
-    url: str  # where parcels are sent to
-
-
-class Warm(msgspec.Struct, tag=True):
-    """How long its steps take, if they were measured: from now on it is as fast as can be."""
-
-    seconds: dict[int, float]
-
-
-class Answer(msgspec.Struct, tag=True):
-    array: Tensor | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    late: str = ""  # what was not compiled
-    num_late_compiles: int = 0
-
-
-class Came(msgspec.Struct, tag=True):
-    parcel: int
-    is_whole: bool  # False: it never will
-
-
-Told = Loaded | Warm | Answer | Came
 
 
 class Line(Protocol):

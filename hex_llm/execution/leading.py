@@ -12,23 +12,11 @@ import numpy.typing as npt
 
 from hex_llm.execution.adapters import HostAdapter
 from hex_llm.execution.batch import Ints, StepShape
+from hex_llm.execution.messages import Tensor
 from hex_llm.execution.runner import Runner
 from hex_llm.execution.step_runner import Launched
 from hex_llm.models.adapters import SlotMatrices, Slots
 from hex_llm.types import TokenLogprobs
-
-
-class Tensor(msgspec.Struct, array_like=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-    @classmethod
-    def of(cls, array: npt.NDArray[Any]) -> Tensor:
-        return cls(array.dtype.name, array.shape, array.tobytes())
-
-    def array(self) -> npt.NDArray[Any]:
-        return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
 
 
 class Launch(msgspec.Struct, tag=True, array_like=True):

@@ -19,6 +19,7 @@ import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from hex_llm.execution.messages import Address, MoveKeys
 from hex_llm.execution.programs import Pages
 from hex_llm.execution.runner import Runner, move_size
 from hex_llm.parallel.links import MAX_GREETING, Allowed, bound, configure
@@ -27,22 +28,6 @@ log = logging.getLogger(__name__)
 
 SEND_MS = 10_000  # after which a process that takes nothing is given up
 FRAMES = 8  # on their way to one process at a time, each an array of one layer
-
-
-class MoveKeys(msgspec.Struct, array_like=True):
-    """Of who takes in, and of who sends: public, secret."""
-
-    inlet: tuple[bytes, bytes]
-    outlet: tuple[bytes, bytes]
-
-    @classmethod
-    def make(cls) -> MoveKeys:
-        return cls(zmq.curve_keypair(), zmq.curve_keypair())
-
-
-class Address(msgspec.Struct, array_like=True, frozen=True):
-    group: int
-    url: str
 
 
 class Piece(msgspec.Struct, array_like=True):

@@ -18,7 +18,7 @@ import pytest
 
 from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
-from hex_llm.engine.loading import build_engine, open_files
+from hex_llm.engine.loading import load_engine
 from hex_llm.errors import ConfigError
 from hex_llm.frontend.devices import variables_of
 from hex_llm.launch.ray import free_port
@@ -75,7 +75,7 @@ def grouped(folder: Path, topology: str, num_hosts: int = 2, **flags: Any) -> It
     key = {"cluster_key": "a key that hosts share", "warmup": False}
     config = make_config(folder, disagg_topo=topology, **place, **key, **flags)
     with lending(config):
-        engine = build_engine(config, open_files(config), None)
+        engine, _ = load_engine(config)
         try:
             yield engine
         finally:
@@ -196,7 +196,7 @@ def test_hosts_that_disagree_are_told_in_what(folder: Path) -> None:
     message = "host 0 has --block_size=32, that of group 1 --block_size=16"
     with lending(replace(config, block_size=16)) as failed:
         with pytest.raises(ConfigError, match=message):
-            build_engine(config, open_files(config), None)
+            load_engine(config)
         until = time.monotonic() + 60
         while not failed:
             assert time.monotonic() < until

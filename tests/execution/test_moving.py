@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from hex_llm.execution import moving
-from hex_llm.execution.moving import Address, MoveKeys, Post
+from hex_llm.execution.messages import Address, MoveKeys
+from hex_llm.execution.moving import Post
 
 LIMIT_S = 30
 
