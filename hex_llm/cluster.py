@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from typing import Literal, NamedTuple
 
 from hex_llm import __version__
 from hex_llm.config import EngineConfig
@@ -36,25 +38,60 @@ def located(config: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
         raise ConfigError(
             f"--host_index={config.host_index}: there are {config.num_hosts} hosts (--num_hosts)"
         )
-    check_replicas(config)
+    check_parts(config)
     return config
 
 
-def check_replicas(config: EngineConfig) -> None:
-    """Those on other hosts must be whole ones, and whoever speaks with them must know the key."""
-    num, num_hosts = config.data_parallel_size, config.num_hosts
-    if num == 1 or num_hosts == 1 or config.coordinator_address is None:
+class Parts(NamedTuple):
+    """What hosts have whole ones of, as many on each, in processes of their own."""
+
+    kind: Literal["replica", "group"]
+    flag: str
+    num: int
+    num_devices: int  # of each
+
+
+def parts_of(config: EngineConfig) -> Parts | None:
+    """None: there is one host, or all hosts have a part in every device's work."""
+    if config.num_hosts == 1 or config.coordinator_address is None:
+        return None
+    if (num := config.data_parallel_size) > 1:
+        return Parts("replica", f"--data_parallel_size={num}", num, config.devices_per_replica)
+    if (topology := config.disagg_topo) is not None:
+        flag = f"--disagg_topo={topology}"
+        return Parts("group", flag, config.num_groups, config.tensor_parallel_size)
+    return None
+
+
+def check_parts(config: EngineConfig) -> None:
+    """Each host must have as many, and whoever speaks with them must know the key."""
+    if (parts := parts_of(config)) is None:
         return
-    if num % num_hosts:
-        raise ConfigError(f"--data_parallel_size={num} cannot be divided by --num_hosts={num_hosts}")
+    if parts.num % config.num_hosts:
+        raise ConfigError(
+            f"{parts.flag}: {parts.num} {parts.kind}s cannot be divided by --num_hosts={config.num_hosts}"
+        )
     if config.cluster_key is None:
-        raise ConfigError("replicas on other hosts need --cluster_key: one secret, the same on all hosts")
+        raise ConfigError(
+            f"{parts.kind}s on other hosts need --cluster_key: one secret, the same on all hosts"
+        )
 
 
-def port_of(config: EngineConfig, replica: int) -> int:
-    """Of host 0, where the host of a replica meets it."""
+def own_address(config: EngineConfig) -> str:
+    """Of a host other than the first, where the others reach it: as host 0 sees it."""
     assert config.coordinator_address is not None
-    return int(config.coordinator_address.rpartition(":")[2]) + replica
+    host, _, port = config.coordinator_address.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # which sends nothing
+        own: str = probe.getsockname()[0]
+        return own
+
+
+def port_of(config: EngineConfig, part: int) -> int:
+    """Of host 0, where the host of a replica or group meets it."""
+    assert config.coordinator_address is not None
+    return int(config.coordinator_address.rpartition(":")[2]) + part
 
 
 def agreed_facts(config: EngineConfig) -> dict[str, str]:
@@ -74,8 +111,8 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str,
 
 
 def devices_per_host(config: EngineConfig) -> int:
-    if config.data_parallel_size > 1:
-        return config.replicas_per_host * config.devices_per_replica
+    if (parts := parts_of(config)) is not None:
+        return parts.num // config.num_hosts * parts.num_devices
     per_host, rest = divmod(config.tensor_parallel_size, config.num_hosts)
     if rest:
         raise ConfigError(

@@ -130,7 +130,8 @@ class EngineConfig:
 
     num_hosts: int = engine_flag(
         1,
-        "The hosts that one replica spans or, with data_parallel_size, that the replicas are divided over.",
+        "The hosts that one replica spans or that, with data_parallel_size or disagg_topo, the replicas or "
+        "workers are divided over.",
         aliases=("nnodes",),
         deprecated=("num_nodes",),
     )
@@ -145,7 +146,7 @@ class EngineConfig:
     )
     cluster_key: str | None = engine_flag(
         None,
-        "A secret of at least 16 characters that all hosts share, where replicas are on several.",
+        "A secret of at least 16 characters that all hosts share, where replicas or workers are on several.",
         unset="with Ray, a new one at every start",
         env=("HEX_LLM_CLUSTER_KEY",),
         pattern=r".{16,}",
@@ -154,7 +155,7 @@ class EngineConfig:
     )
     disagg_topo: str | None = engine_flag(
         None,
-        "Serve with P prefill and D decode workers, each of tensor_parallel_size devices.",
+        "Serve with P prefill and D decode workers, each of tensor_parallel_size devices of one host.",
         pattern=r"[1-9][0-9]{0,3},[1-9][0-9]{0,3}",
         form='"P,D": the numbers of prefill and of decode workers, as in "3,1"',
     )
@@ -323,8 +324,12 @@ class EngineConfig:
 
     @property
     def devices_per_replica(self) -> int:
-        groups = 1 if self.disagg_topo is None else sum(map(int, self.disagg_topo.split(",")))
-        return self.tensor_parallel_size * groups
+        return self.tensor_parallel_size * self.num_groups
+
+    @property
+    def num_groups(self) -> int:
+        """Of a replica's devices: those that prefill, and those that decode."""
+        return 1 if self.disagg_topo is None else sum(map(int, self.disagg_topo.split(",")))
 
     @property
     def replicas_per_host(self) -> int:

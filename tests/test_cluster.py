@@ -40,12 +40,22 @@ def test_flags_come_before_the_environment(flags, environ, expected):
         (
             {"num_hosts": 2, "coordinator_address": "h:1", "data_parallel_size": 3},
             {},
-            "--data_parallel_size=3 cannot be divided by --num_hosts=2",
+            "--data_parallel_size=3: 3 replicas cannot be divided by --num_hosts=2",
         ),
         (
             {"num_hosts": 2, "coordinator_address": "h:1", "data_parallel_size": 2},
             {},
             "replicas on other hosts need --cluster_key",
+        ),
+        (
+            {"num_hosts": 2, "coordinator_address": "h:1", "disagg_topo": "2,1"},
+            {},
+            "--disagg_topo=2,1: 3 groups cannot be divided by --num_hosts=2",
+        ),
+        (
+            {"num_hosts": 2, "coordinator_address": "h:1", "disagg_topo": "1,1"},
+            {},
+            "groups on other hosts need --cluster_key",
         ),
     ],
 )

@@ -115,6 +115,7 @@ class FakeEngine:
 
     memory = "memory: none"
     hosts = None
+    watched = ()
 
     def __init__(
         self,
@@ -169,6 +170,12 @@ class FakeEngine:
 
     def check_idle(self) -> None:
         assert not self.has_work
+
+    def tend(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def step(self) -> list[Update]:
         self.num_steps += 1

@@ -117,7 +117,7 @@ class Hosts:
 
     def engine_of(self, index: int) -> psutil.Process:
         children = psutil.Process(self.processes[index].pid).children(recursive=True)
-        kinds = ("hex_llm.engine.worker", "FakeEngine")
+        kinds = ("hex_llm.engine.worker", "hex_llm.engine.group_worker", "FakeEngine")
         return next(one for one in children if any(kind in " ".join(one.cmdline()) for kind in kinds))
 
     def logs(self) -> str:

@@ -94,7 +94,7 @@ def compare(args: Namespace, given: Mapping[str, Any], expected: Sequence[Answer
     llm = LLM(**{**given, **sizes, "skip_tokenizer_init": True})
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     outputs = llm.generate(None, params, prompt_token_ids=prompts, lora_request=args.lora, use_tqdm=False)
-    runner = llm.engine.stepper.runner
+    runner = llm.engine.runner
     kinds = {leaf.dtype for leaf in jax.tree.leaves(runner.weights.layers)}
     is_quantized = any(kind.kind in "iu" or kind.itemsize == 1 for kind in kinds)
     tolerance, errors = (

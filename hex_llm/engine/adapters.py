@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary
 
 from hex_llm.config import EngineConfig
 from hex_llm.errors import InvalidRequest, ModelError, SourceError, UnknownModel
-from hex_llm.execution.adapters import HostAdapter
-from hex_llm.execution.runner import Runner
+from hex_llm.execution.adapters import AdapterLayout, HostAdapter
+from hex_llm.execution.step_runner import StepRunner
 from hex_llm.models.adapters import Slots
 from hex_llm.types import AdapterRef
 from hex_llm.weights.adapter_source import AdapterNames, Stamp, adapter_folder, read_files, stamp_of, unknown
@@ -49,11 +49,9 @@ class Slot:
 
 
 class AdapterPool:
-    def __init__(self, config: EngineConfig, runners: Sequence[Runner]) -> None:
-        """A slot is the same adapter's on all runners."""
-        self._config, self._runners = config, runners
-        self._layouts = [one.adapter_layout for one in runners if one.adapter_layout is not None]
-        self._layout = self._layouts[0]
+    def __init__(self, config: EngineConfig, layout: AdapterLayout, runners: Sequence[StepRunner]) -> None:
+        """A slot is the same adapter's on all runners, whose layouts differ in their devices alone."""
+        self._config, self._layout, self._runners = config, layout, runners
         self._names = AdapterNames(config)
         self._slots = [Slot(i) for i in range(1, self._layout.num_slots + 1)]
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, "adapters")
@@ -166,7 +164,13 @@ class AdapterPool:
         return slot
 
     def _stage(self, adapter: HostAdapter) -> list[Slots]:
-        return [layout.stage(adapter) for layout in self._layouts]
+        return [one.stage(adapter) for one in self._runners]
+
+    def place_again(self, runner: StepRunner) -> None:
+        """All that is in slots: its devices have lost it."""
+        for slot in self._slots:
+            if slot.adapter is not None and slot.staged is None:
+                runner.write_adapter(slot.number, slot.adapter, runner.stage(slot.adapter))
 
     def is_placed(self, slot: Slot) -> bool:
         """Whether steps can use it; raises what went wrong, and the slot is empty then."""

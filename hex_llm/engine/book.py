@@ -22,9 +22,10 @@ from hex_llm.admission import Limits, check_request, max_len_of, narrowing_field
 from hex_llm.engine.adapters import AdapterPool, Slot
 from hex_llm.engine.constraints import Constraint, TokenRules
 from hex_llm.engine.masks import MaskPool
-from hex_llm.errors import InvalidRequest, QueueFull, UnknownModel
+from hex_llm.errors import EngineStopped, InvalidRequest, QueueFull, UnknownModel
 from hex_llm.execution.adapters import HostAdapter
 from hex_llm.execution.batch import Ints
+from hex_llm.execution.step_runner import StepRunner
 from hex_llm.models.spec import ModelSpec
 from hex_llm.scheduling.blocks import root_key
 from hex_llm.scheduling.scheduler import Scheduler
@@ -81,7 +82,7 @@ class End(NamedTuple):
     def by(cls, error: Exception) -> End:
         param = error.param if isinstance(error, InvalidRequest) else None
         kind = type(error).__name__
-        says_more = isinstance(error, QueueFull | UnknownModel)
+        says_more = isinstance(error, QueueFull | UnknownModel | EngineStopped)
         return cls(FinishReason.ERROR, str(error) or kind, param, kind if says_more else "")
 
 
@@ -216,6 +217,11 @@ class RequestBook:
         active = self._active.get(sequence.request_id)
         if active is not None and sequence.index not in active.reasons:
             self._end(active, sequence.index, End.by(error))
+
+    def place_adapters(self, runner: StepRunner) -> None:
+        """Its devices have lost what they held."""
+        if self._adapters is not None:
+            self._adapters.place_again(runner)
 
     # ---- what is made beside the engine's thread
 

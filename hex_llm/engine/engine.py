@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import msgspec
 import numpy as np
+import zmq
 
 from hex_llm.admission import Limits
 from hex_llm.config import EngineConfig
@@ -20,7 +22,8 @@ from hex_llm.execution.batch import Ints
 from hex_llm.execution.flops import Work
 from hex_llm.execution.leading import follow
 from hex_llm.execution.results import Choices
-from hex_llm.execution.runner import CompiledLate, InFlight, Runner, is_there
+from hex_llm.execution.runner import CompiledLate, Runner, is_there
+from hex_llm.execution.step_runner import InFlight, StepRunner
 from hex_llm.ipc.stats import Stats
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.hosts import gathered
@@ -33,6 +36,7 @@ from hex_llm.scheduling.sequence import Sequence
 from hex_llm.text.grammar import GrammarFactory
 from hex_llm.types import Pooling, Request, StepPlan, TokenLogprobs, Update
 
+Watched = zmq.Socket[bytes] | int  # a socket, or a file by its number
 MIN_WAITED_S = 2e-4  # for a step; if it is waited for less, the host may have come too late
 
 
@@ -50,7 +54,7 @@ class Engine:
     ) -> None:
         """`hosts`: the link with the other hosts of the replica, if there are any. `stepper`: if not one for
         this runner."""
-        self.config, self.spec, self.hosts = config, spec, hosts
+        self.config, self.spec, self.runner, self.hosts = config, spec, runner, hosts
         self.stepper = stepper or Stepper(config, spec, runner, num_blocks)
         self.limits = Limits(
             spec.vocab_size,
@@ -67,20 +71,17 @@ class Engine:
             config.max_loras if config.enable_lora else 0,
         )
         runners = [one.runner for one in self.stepper.steppers]
-        adapters = None if runner.adapter_layout is None else AdapterPool(config, runners)
+        layout = runner.adapter_layout
+        adapters = None if layout is None else AdapterPool(config, layout, runners)
         self.book = RequestBook(spec, self.limits, grammars, config.seed, adapters)
         self.memory = ""  # where it goes, in words, if who loaded the engine has noted it
 
     def warm_up(self, progress: bool = False) -> None:
         """Compiles every shape that a step can have, and finds out how long steps take."""
+        # A program that other hosts do not run yet would wait for them.
+        meet = tuple if self.hosts is None else partial(gathered, b"")
         for stepper in self.stepper.steppers:
-            runner = stepper.runner
-            runner.compile_all(progress)
-            if self.hosts is not None:
-                gathered(b"")  # a program that others do not run yet would wait for them
-            runner.run_all()
-            if self.config.enable_jit:  # op by op they are slow, and not what the times are for
-                stepper.scheduler.times = StepTimes(runner.measure_steps())
+            stepper.note_times(stepper.runner.warm_up(progress, meet))
 
     def add(self, request: Request) -> None:
         """Accepts a request; raises InvalidRequest or QueueFull, and nothing was accepted then."""
@@ -105,7 +106,22 @@ class Engine:
 
     def follow(self, frame: bytes) -> None:
         """Does as the leader's engine, on one of the other hosts."""
-        follow(self.stepper.runner, frame)
+        follow(self.runner, frame)
+
+    def tend(self) -> None:
+        """Takes in what groups elsewhere tell; one that is lost ends its requests, and is started again."""
+        self.stepper.tend(self.book)
+
+    @property
+    def watched(self) -> list[Watched]:
+        """What tells that `tend` has something to do, for who polls."""
+        return self.stepper.watched
+
+    def close(self) -> None:
+        """Ends what runs elsewhere for it."""
+        self.stepper.close()
+        if self.hosts is not None:
+            self.hosts.close()
 
     @property
     def has_work(self) -> bool:
@@ -148,10 +164,7 @@ class Stepping(Protocol):
 
     @property
     def steppers(self) -> list[Stepper]:
-        """All that there are; the first tells of how a model is held."""
-
-    @property
-    def runner(self) -> Runner: ...
+        """All that there are."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -163,6 +176,13 @@ class Stepping(Protocol):
     @property
     def is_in_flight(self) -> bool:
         """A step was sent off and not read yet."""
+
+    def tend(self, book: RequestBook) -> None: ...
+
+    @property
+    def watched(self) -> list[Watched]: ...
+
+    def close(self) -> None: ...
 
     @property
     def num_steps(self) -> int: ...
@@ -178,9 +198,9 @@ class Stepper:
     Steps overlap: one is sent off before the one before it is read (--async_scheduling).
     """
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, runner: Runner, num_blocks: int) -> None:
+    def __init__(self, config: EngineConfig, spec: ModelSpec, runner: StepRunner, num_blocks: int) -> None:
         self.config, self.runner = config, runner
-        pool = BlockPool(num_blocks, config.block_size, str(runner.pages[0].dtype))
+        pool = BlockPool(num_blocks, config.block_size, runner.kv_dtype)
         self.scheduler = Scheduler(pool, runner.paddings.limits)
         self.num_steps = 0
         self._in_flight: deque[tuple[InFlight, list[Sequence]]] = deque()
@@ -205,6 +225,29 @@ class Stepper:
     def is_in_flight(self) -> bool:
         return bool(self._in_flight)
 
+    def tend(self, book: RequestBook) -> None:
+        """There is nothing elsewhere."""
+
+    @property
+    def watched(self) -> list[Watched]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def note_times(self, measured: dict[int, float]) -> None:
+        """How long steps take, if that was measured."""
+        self.scheduler.times = StepTimes(measured) if measured else None
+
+    def lose(self, book: RequestBook, error: Exception) -> None:
+        """All that the runner's devices held is gone: who runs here ends with the error."""
+        for sequence in list(self.scheduler.running):
+            book.fail(sequence, error)
+        while self._in_flight:
+            self.scheduler.abandon(self._in_flight.popleft()[1])
+        self.scheduler.pool.forget()
+        self._busy_since = None
+
     @property
     def can_send(self) -> bool:
         """No more are in flight than may be while another is sent off."""
@@ -227,18 +270,26 @@ class Stepper:
     def read_next(self, book: RequestBook) -> None:
         """Waits for the oldest step in flight and tells the book what it brought."""
         step, sequences = self._in_flight.popleft()
-        with self._timed("wait_s"):
-            chosen = self.runner.read(step)
+        try:
+            with self._timed("wait_s"):
+                chosen = self.runner.read(step)
+        except CompiledLate as error:
+            for sequence in sequences:
+                book.fail(sequence, error)
+            self.scheduler.abandon(sequences)
+            return
         self._note_time(step)
         with self.runner.recorder.phase("tell"):
             self._keep_prompt_logprobs(book, step, sequences)
             if any(sequence.params.pooling for sequence in sequences):
                 self._keep_pooled(book, step, sequences)
             for row, token_ids in self.scheduler.collect(step.plan, sequences, chosen.token_ids):
-                sequence, logprobs = sequences[row], list[TokenLogprobs]()
-                if sequence.params.logprobs is not None and token_ids:
-                    logprobs = self._logprobs(book, step, row, sequence, chosen)
-                book.tell(sequence, token_ids, logprobs)
+                sequence = sequences[row]
+                if sequence.params.logprobs is None or not token_ids:
+                    book.tell(sequence, token_ids, [])
+                    continue
+                with book.failing(sequence):
+                    book.tell(sequence, token_ids, self._logprobs(book, step, row, sequence, chosen))
 
     @property
     def stats(self) -> Stats:
@@ -350,8 +401,9 @@ class Stepper:
                 continue
             if (choice := book.choice_of(sequence)) is not None:
                 following = np.array(prompt[chunk.position + 1 : chunk.end + 1], np.int32)
-                logprobs = self.runner.prompt_logprobs(step, row, following, num_top, choice.adapter)
-                choice.prompt_logprobs[chunk.position :] = logprobs
+                with book.failing(sequence):
+                    logprobs = self.runner.prompt_logprobs(step, row, following, num_top, choice.adapter)
+                    choice.prompt_logprobs[chunk.position :] = logprobs
 
     def _keep_pooled(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
         hidden, end = np.asarray(step.hidden), 0
@@ -371,8 +423,9 @@ class Stepper:
             elif kind == "tokens" and chunk.samples:
                 ids = np.array(sequence.params.allowed_token_ids or (), np.int32)
                 behind = hidden[end - 1 : end].repeat(len(ids), 0)
-                logprobs = self.runner.logprobs_of(behind, ids, 0, choice.adapter)
-                choice.pooled = np.array([one.logprob for one in logprobs])
+                with book.failing(sequence):
+                    logprobs = self.runner.logprobs_of(behind, ids, 0, choice.adapter)
+                    choice.pooled = np.array([one.logprob for one in logprobs])
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

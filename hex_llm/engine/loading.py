@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hex_llm.cluster import agreed_facts
+from hex_llm.cluster import agreed_facts, difference, own_address, parts_of
 from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine, Stepper
+from hex_llm.engine.groups import RemoteGroup, end_all, start_groups
 from hex_llm.engine.separate import SeparateSteppers
 from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import Paddings
+from hex_llm.execution.elsewhere import RemoteRunner
 from hex_llm.execution.kernel_choice import DTYPES, FLOAT8, Devices, Kernels, choose_kernels
 from hex_llm.execution.leading import LeadingRunner
 from hex_llm.execution.load import free_bytes, init_weights, load_weights
 from hex_llm.execution.memory import account, explained, num_kv_blocks, shown_size, token_bytes
+from hex_llm.execution.messages import Joining, Loaded
+from hex_llm.execution.moving import Post
 from hex_llm.execution.runner import Runner, keep_compiled
 from hex_llm.execution.weight_plan import EXPANDED, FORMS, WeightPlan, plan_weights, quantized_bytes
 from hex_llm.models.families import model_spec
@@ -49,14 +53,28 @@ log = logging.getLogger(__name__)
 MIN_FLOAT8 = 8.9  # of a GPU's compute capability
 
 
-def load_engine(config: EngineConfig, progress: bool = False) -> tuple[Engine, Tokenizer | None]:
-    """Fetches, loads and, with --warmup, compiles all that requests can need."""
+def load_engine(
+    config: EngineConfig, progress: bool = False, groups: list[RemoteGroup] | None = None
+) -> tuple[Engine, Tokenizer | None]:
+    """Fetches, loads and, with --warmup, compiles all that requests can need. `groups`: those elsewhere, if
+    they were started before."""
+    groups = start_groups(config) if groups is None else groups
+    try:
+        return _load_engine(config, progress, groups)
+    except BaseException:
+        end_all(groups)  # else they would wait for another engine
+        raise
+
+
+def _load_engine(
+    config: EngineConfig, progress: bool, groups: list[RemoteGroup]
+) -> tuple[Engine, Tokenizer | None]:
     if config.num_hosts > 1:
         config = with_hosts(config)
     files = open_files(config)
     tokenizer = load_tokenizer(config, files)
     kept_in = keep_compiled(config.cache_dir)
-    engine = build_engine(config, files, tokenizer, progress, kept_in)
+    engine = build_engine(config, files, tokenizer, progress, kept_in, groups)
     if config.warmup:
         with explained(config, "compiling", describe_memory(engine)):
             engine.warm_up(progress)
@@ -92,30 +110,80 @@ def build_engine(
     tokenizer: Tokenizer | None,
     progress: bool = False,
     kept_in: Path | None = None,
+    groups: Sequence[RemoteGroup] = (),
 ) -> Engine:
-    spec = model_spec(files.config, max_model_len=config.max_model_len, sliding_window=config.sliding_window)
-    hosts = None if config.num_hosts == 1 else link(config, facts_of(config, files))
-    size = config.tensor_parallel_size
+    spec = spec_of(config, files)
+    has_groups = config.disagg_topo is not None
+    hosts = None if config.num_hosts == 1 or has_groups else link(config, facts_of(config, files))
     grammars = None if tokenizer is None else GrammarFactory(tokenizer, spec.vocab_size, spec.eos_ids)
     pooling = pooling_of(config, files.path, tokenizer)
     make: Callable[..., Runner] = Runner
     if isinstance(hosts, Leader):
         make = partial(LeadingRunner, hosts.send)
     build = partial(build_runner, config, files, spec, make=make, progress=progress, kept_in=kept_in)
-    if config.disagg_topo is None:
-        mesh = make_mesh(size, None if hosts is None else devices_of(config))
-        if hosts is not None:
-            connect(mesh)
-        runner, num_blocks = build(mesh)
-        return Engine(config, runner.spec, runner, num_blocks, grammars, pooling, hosts)
-    num_prefilling = int(config.disagg_topo.split(",")[0])
-    if config.num_hosts > 1:
-        raise ConfigError(f"--disagg_topo={config.disagg_topo} and --num_hosts do not go together yet")
-    devices = list(make_mesh(config.devices_per_replica).devices.flat)
-    parts = [build(make_mesh(size, devices[i : i + size])) for i in range(0, len(devices), size)]
-    steppers = [Stepper(config, runner.spec, runner, num_blocks) for runner, num_blocks in parts]
+    if has_groups:
+        separate, first = build_groups(config, files, build, groups)
+        return Engine(config, first[0].spec, *first, grammars, pooling, stepper=separate)
+    mesh = make_mesh(config.tensor_parallel_size, None if hosts is None else devices_of(config))
+    if hosts is not None:
+        connect(mesh)
+    runner, num_blocks = build(mesh)
+    return Engine(config, runner.spec, runner, num_blocks, grammars, pooling, hosts)
+
+
+Built = tuple[Runner, int]  # with the number of its blocks
+
+
+def build_groups(
+    config: EngineConfig,
+    files: ModelFiles,
+    build: Callable[[Mesh], Built],
+    groups: Sequence[RemoteGroup],
+) -> tuple[SeparateSteppers, Built]:
+    """Those that prefill and those that decode, and the first of them, which is here. `groups` elsewhere load
+    meanwhile."""
+    assert config.disagg_topo is not None
+    size, num_prefilling = config.tensor_parallel_size, int(config.disagg_topo.split(",")[0])
+    devices = list(make_mesh((config.num_groups - len(groups)) * size).devices.flat)
+    here = [build(make_mesh(size, devices[i : i + size])) for i in range(0, len(devices), size)]
+    first = here[0][0]
+    facts = {**facts_of(config, files), **facts_of_pages(first)}
+    elsewhere = [remote_runner(first, facts, group) for group in groups]
+    steppers = [Stepper(config, first.spec, *one) for one in (*here, *elsewhere)]
     separate = SeparateSteppers(steppers[:num_prefilling], steppers[num_prefilling:])
-    return Engine(config, parts[0][0].spec, *parts[0], grammars, pooling, stepper=separate)
+    if groups:
+        assert config.coordinator_address is not None
+        host = config.coordinator_address.rpartition(":")[0]
+        runners = {i: runner for i, (runner, _) in enumerate(here)}
+        post = Post(groups[0].keys, host, runners, separate.note_parcel)
+        separate.connect(dict(zip(steppers[len(here) :], groups, strict=True)), post)
+    return separate, here[0]
+
+
+def remote_runner(like: Runner, facts: dict[str, str], group: RemoteGroup) -> tuple[RemoteRunner, int]:
+    loaded = group.await_loaded()
+    if found := difference(facts, loaded.facts):
+        raise ConfigError(
+            f"the hosts disagree: host 0 has {found[0]}, that of group {group.index} {found[1]}"
+        )
+    return RemoteRunner(like, loaded, group), loaded.num_blocks
+
+
+def load_group(
+    config: EngineConfig, joining: Joining, news: Callable[[int, bool], None]
+) -> tuple[Runner, Post, Loaded]:
+    """In its own process, on a host other than the first."""
+    files = open_files(config)
+    facts = facts_of(config, files)
+    if joining.num_blocks is not None:
+        config = replace(config, num_blocks=joining.num_blocks)
+    mesh = make_mesh(config.tensor_parallel_size)
+    kept_in = keep_compiled(config.cache_dir)
+    runner, num_blocks = build_runner(config, files, spec_of(config, files), mesh, Runner, True, kept_in)
+    post = Post(joining.keys, own_address(config), {joining.group: runner}, news)
+    limits, max_single = runner.paddings.limits, runner.paddings.max_single
+    facts |= facts_of_pages(runner)
+    return runner, post, Loaded(facts, limits, max_single, num_blocks, post.url)
 
 
 def build_runner(
@@ -227,7 +295,7 @@ def log_quantized(weights: Weights, token_bytes: int, dtype: np.dtype[Any]) -> N
 
 
 def describe_memory(engine: Engine) -> str:
-    runner, pool = engine.stepper.runner, engine.stepper.scheduler.pool
+    runner, pool = engine.runner, engine.stepper.scheduler.pool
     in_use = ((runner.weights, runner.adapters), runner.pages, runner.temporary_bytes())
     return account(*in_use, runner.mesh, pool.num_blocks, pool.block_size)
 
@@ -242,12 +310,12 @@ def resolve_dtype(name: str, platform: str) -> np.dtype[Any]:
 
 def with_hosts(config: EngineConfig) -> EngineConfig:
     """Joins the others. Public notebooks pass --num_hosts=4 on a single host: what fits there runs there."""
-    if config.coordinator_address is not None and config.data_parallel_size > 1:
-        return replace(config, num_hosts=1)  # each has whole replicas
+    if (parts := parts_of(config)) is not None:
+        return config if parts.kind == "group" else replace(config, num_hosts=1)  # each has whole replicas
     if config.coordinator_address is not None:
         join(config)
         return config
-    needed, here = config.tensor_parallel_size, len(jax.local_devices())
+    needed, here = config.devices_per_replica, len(jax.local_devices())
     if needed > here:
         raise ConfigError(
             f"--num_hosts={config.num_hosts}: {needed} devices are needed, and there are {here} here; where "
@@ -255,6 +323,16 @@ def with_hosts(config: EngineConfig) -> EngineConfig:
         )
     log.warning("--num_hosts=%d: %d device(s) are enough, so one host serves", config.num_hosts, needed)
     return replace(config, num_hosts=1)
+
+
+def spec_of(config: EngineConfig, files: ModelFiles) -> ModelSpec:
+    return model_spec(files.config, max_model_len=config.max_model_len, sliding_window=config.sliding_window)
+
+
+def facts_of_pages(runner: Runner) -> dict[str, str]:
+    """What must be the same in all groups, between which pages move."""
+    arrays = [f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in jax.tree.leaves(runner.pages[:1])]
+    return {"KV pages": f"{runner.kv_dtype} {arrays}", "weights": str(runner.dtype)}
 
 
 def facts_of(config: EngineConfig, files: ModelFiles) -> dict[str, str]:

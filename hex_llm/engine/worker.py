@@ -16,15 +16,17 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import zmq
 from tqdm import tqdm
 
 from hex_llm.config import EngineConfig
+from hex_llm.engine.groups import start_groups
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest
 from hex_llm.ipc import protocol
 from hex_llm.ipc.protocol import Command, Progress, Report
@@ -43,37 +45,45 @@ PROGRESS_S = 2.0  # between two reports of it
 PR_SET_PDEATHSIG = 1  # of Linux
 
 
-Load = Callable[[EngineConfig], "Engine"]
+T = TypeVar("T")
+Load = Callable[[EngineConfig], T]
 
 
 def load(config: EngineConfig) -> Engine:
+    groups = start_groups(config)
     from hex_llm.engine.loading import load_engine
 
-    engine, _ = load_engine(config, progress=True)
+    engine, _ = load_engine(config, progress=True, groups=groups)
     return engine
 
 
-class Worker:
+class WorkerProcess(ABC, Generic[T]):
+    """What is the same whatever the process loads, a T, and works with: sockets, beats, news, and its end."""
+
+    max_command = protocol.MAX_COMMAND
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inbox = self._context.socket(zmq.PULL)
-        protocol.set_limits(self._inbox, protocol.MAX_COMMAND)
+        protocol.set_limits(self._inbox, self.max_command)
         self._inbox.bind(protocol.command_address(folder))
         self._outboxes = [self._connect(0)]
-        self._num_open: dict[str, int] = {}  # choices, of requests, where there are several front ends
-        self._told = [0.0]  # when each front end was
         self._reader: protocol.Reader[Command] = protocol.Reader(Command)
         self._pulse = Pulse()
 
-    def run(self, load: Load) -> int:
+    @abstractmethod
+    def work(self, loaded: T) -> None:
+        """Until it is told to end."""
+
+    def run(self, load: Load[T]) -> int:
         """Until the end; the exit code."""
         level = logging.DEBUG  # of what fails in loading the front end shows the message, and that is enough
         try:
             with self._telling("beat", BEAT_S, lambda: protocol.Beat(*self._pulse.look())):
-                engine = self._load(load)
+                loaded = self._load(load)
                 level = logging.ERROR
-                self._serve_with_hosts(engine)
+                self.work(loaded)
         except Exception as error:
             log.log(level, "the engine failed", exc_info=True)
             self._send(protocol.Failed(type(error).__name__, " ".join(str(error).split())[:1000]))
@@ -85,89 +95,15 @@ class Worker:
             self._context.term()  # waits, but not for ever, until all is delivered
         return 0
 
-    def _load(self, load: Load) -> Engine:
+    def _load(self, load: Load[T]) -> T:
         while True:
             self._inbox.poll()
             for command in self._commands():
                 if isinstance(command, protocol.Start):
                     log_from(command.log_level, command.log_format)
                     self._outboxes += [self._connect(front) for front in range(1, command.num_fronts)]
-                    self._told = [0.0] * command.num_fronts
                     with self._telling_progress():
                         return load(command.config)
-
-    def _serve_with_hosts(self, engine: Engine) -> None:
-        hosts = engine.hosts
-        if hosts is None:
-            self._serve(engine)
-            return
-        hosts.on_loss(end_without_host)
-        if isinstance(hosts, Follower):
-            self._follow(engine, hosts)
-        else:
-            self._serve(engine)
-        hosts.close()
-
-    def _follow(self, engine: Engine, leader: Follower) -> None:
-        self._send(protocol.Ready(engine.limits, engine.memory))
-        poller = zmq.Poller()
-        poller.register(self._inbox, zmq.POLLIN)
-        poller.register(leader.socket, zmq.POLLIN)
-        while True:
-            self._pulse.rest()
-            poller.poll()
-            if any(isinstance(command, protocol.Shutdown) for command in self._commands()):
-                return
-            self._pulse.begin(engine)
-            while leader.socket.poll(0):
-                if (frame := leader.socket.recv()) == END:
-                    raise EngineStopped("host 0 has ended")
-                engine.follow(frame)
-
-    def _serve(self, engine: Engine) -> None:
-        self._send(protocol.Ready(engine.limits, engine.memory))
-        since = time.perf_counter()
-        while True:
-            if not engine.has_work:
-                engine.check_idle()
-                self._pulse.rest()
-                self._inbox.poll()
-                since = time.perf_counter()  # being idle is no part of a step
-            self._pulse.begin(engine)
-            for command in self._commands():
-                if isinstance(command, protocol.Shutdown):
-                    return
-                self._obey(engine, command)
-            if engine.has_work:
-                updates, stats = engine.step(), engine.stats
-                now = time.perf_counter()
-                stats.rest_s = now - since - stats.schedule_s - stats.dispatch_s - stats.wait_s
-                since = now
-                self._report(updates, engine, stats)
-
-    def _report(self, updates: list[Update], engine: Engine, stats: Stats) -> None:
-        """To each front end what it has asked for; now and then, and before a rest, the numbers to all."""
-        if len(self._outboxes) == 1:
-            self._send(protocol.Step(updates, engine.num_steps, stats))
-            return
-        own: list[list[Update]] = [[] for _ in self._outboxes]
-        for update in updates:
-            own[self._front_of(update.request_id)].append(update)
-            if update.finish_reason is not None:
-                self._settle(update.request_id)
-        now = time.monotonic()
-        for front, some in enumerate(own):
-            if some or not engine.has_work or now - self._told[front] > BEAT_S:
-                self._told[front] = now
-                self._send(protocol.Step(some, engine.num_steps, stats), front)
-
-    def _front_of(self, request_id: str) -> int:
-        return protocol.front_of(request_id, len(self._outboxes))
-
-    def _settle(self, request_id: str) -> None:
-        """One choice of it has ended."""
-        if (num_left := self._num_open.pop(request_id, 0)) > 1:
-            self._num_open[request_id] = num_left - 1
 
     def _commands(self) -> Iterator[Command]:
         """All that have come."""
@@ -175,31 +111,6 @@ class Worker:
             command = self._reader.decode(self._inbox.recv())
             if command is not None:
                 yield command
-
-    def _obey(self, engine: Engine, command: Command) -> None:
-        match command:
-            case protocol.Add(request):
-                try:
-                    engine.add(request)
-                    if len(self._outboxes) > 1:
-                        self._num_open[request.request_id] = request.params.num_choices
-                except Exception as error:  # a request's own data fails that request only
-                    self._refuse(request.request_id, error)
-            case protocol.Abort(request_id):
-                engine.abort(request_id)
-            case protocol.Leave(front):
-                for request_id in [one for one in self._num_open if self._front_of(one) == front]:
-                    engine.abort(request_id)
-            case protocol.Stop(request_id, index):
-                engine.stop(request_id, index)
-
-    def _refuse(self, request_id: str, error: Exception) -> None:
-        kind, message = type(error).__name__, str(error)
-        if not isinstance(error, HexError):
-            log.error("a request could not be added", exc_info=error)
-            kind, message = HexError.__name__, "the request could not be taken; the server's log tells more"
-        param = error.param if isinstance(error, InvalidRequest) else None
-        self._send(protocol.Refused(request_id, kind, message, param), self._front_of(request_id))
 
     def _send(self, report: Report, front: int = 0) -> None:
         self._outboxes[front].send(protocol.encode(report))
@@ -246,6 +157,119 @@ class Worker:
             thread.join()
 
 
+class Worker(WorkerProcess["Engine"]):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._num_open: dict[str, int] = {}  # choices, of requests, where there are several front ends
+        self._told = [0.0]  # when each front end was
+
+    def work(self, loaded: Engine) -> None:
+        self._told = [0.0] * len(self._outboxes)
+        hosts = loaded.hosts
+        if hosts is not None:
+            hosts.on_loss(end_without_host)
+        if isinstance(hosts, Follower):
+            self._follow(loaded, hosts)
+        else:
+            self._serve(loaded)
+        loaded.close()
+
+    def _follow(self, engine: Engine, leader: Follower) -> None:
+        self._send(protocol.Ready(engine.limits, engine.memory))
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        poller.register(leader.socket, zmq.POLLIN)
+        while True:
+            self._pulse.rest()
+            poller.poll()
+            if any(isinstance(command, protocol.Shutdown) for command in self._commands()):
+                return
+            self._pulse.begin(engine)
+            while leader.socket.poll(0):
+                if (frame := leader.socket.recv()) == END:
+                    raise EngineStopped("host 0 has ended")
+                engine.follow(frame)
+
+    def _serve(self, engine: Engine) -> None:
+        self._send(protocol.Ready(engine.limits, engine.memory))
+        since = time.perf_counter()
+        while True:
+            if not engine.has_work:
+                engine.check_idle()
+                self._pulse.rest()
+                self._await_news(engine)
+                since = time.perf_counter()  # being idle is no part of a step
+            self._pulse.begin(engine)
+            for command in self._commands():
+                if isinstance(command, protocol.Shutdown):
+                    return
+                self._obey(engine, command)
+            if engine.has_work:
+                updates, stats = engine.step(), engine.stats
+                now = time.perf_counter()
+                stats.rest_s = now - since - stats.schedule_s - stats.dispatch_s - stats.wait_s
+                since = now
+                self._report(updates, engine, stats)
+
+    def _await_news(self, engine: Engine) -> None:
+        """A command, or work."""
+        while not self._inbox.poll(0) and not engine.has_work:
+            poller = zmq.Poller()
+            for one in (self._inbox, *engine.watched):
+                poller.register(one, zmq.POLLIN)
+            poller.poll()
+            engine.tend()
+
+    def _report(self, updates: list[Update], engine: Engine, stats: Stats) -> None:
+        """To each front end what it has asked for; now and then, and before a rest, the numbers to all."""
+        if len(self._outboxes) == 1:
+            self._send(protocol.Step(updates, engine.num_steps, stats))
+            return
+        own: list[list[Update]] = [[] for _ in self._outboxes]
+        for update in updates:
+            own[self._front_of(update.request_id)].append(update)
+            if update.finish_reason is not None:
+                self._settle(update.request_id)
+        now = time.monotonic()
+        for front, some in enumerate(own):
+            if some or not engine.has_work or now - self._told[front] > BEAT_S:
+                self._told[front] = now
+                self._send(protocol.Step(some, engine.num_steps, stats), front)
+
+    def _front_of(self, request_id: str) -> int:
+        return protocol.front_of(request_id, len(self._outboxes))
+
+    def _settle(self, request_id: str) -> None:
+        """One choice of it has ended."""
+        if (num_left := self._num_open.pop(request_id, 0)) > 1:
+            self._num_open[request_id] = num_left - 1
+
+    def _obey(self, engine: Engine, command: Command) -> None:
+        match command:
+            case protocol.Add(request):
+                try:
+                    engine.add(request)
+                    if len(self._outboxes) > 1:
+                        self._num_open[request.request_id] = request.params.num_choices
+                except Exception as error:  # a request's own data fails that request only
+                    self._refuse(request.request_id, error)
+            case protocol.Abort(request_id):
+                engine.abort(request_id)
+            case protocol.Leave(front):
+                for request_id in [one for one in self._num_open if self._front_of(one) == front]:
+                    engine.abort(request_id)
+            case protocol.Stop(request_id, index):
+                engine.stop(request_id, index)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        kind, message = type(error).__name__, str(error)
+        if not isinstance(error, HexError):
+            log.error("a request could not be added", exc_info=error)
+            kind, message = HexError.__name__, "the request could not be taken; the server's log tells more"
+        param = error.param if isinstance(error, InvalidRequest) else None
+        self._send(protocol.Refused(request_id, kind, message, param), self._front_of(request_id))
+
+
 def shown_progress() -> str:
     """What the progress bars of this process show, in words; empty without one."""
     try:
@@ -281,12 +305,16 @@ def continue_without_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
-def main(folder: Path, load: Load = load) -> int:
+def run_process(folder: Path, run: Callable[[Path], int]) -> int:
     # The front end is told to end by the same signals, and lets running requests finish first.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     end_with_parent(folder)
-    return Worker(folder).run(load)
+    return run(folder)
+
+
+def main(folder: Path, load: Load[Engine] = load) -> int:
+    return run_process(folder, lambda folder: Worker(folder).run(load))
 
 
 if __name__ == "__main__":

@@ -12,22 +12,11 @@ import numpy.typing as npt
 
 from hex_llm.execution.adapters import HostAdapter
 from hex_llm.execution.batch import Ints, StepShape
-from hex_llm.execution.runner import Launched, Runner
+from hex_llm.execution.messages import Tensor
+from hex_llm.execution.runner import Runner
+from hex_llm.execution.step_runner import Launched
 from hex_llm.models.adapters import SlotMatrices, Slots
 from hex_llm.types import TokenLogprobs
-
-
-class Tensor(msgspec.Struct, array_like=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-    @classmethod
-    def of(cls, array: npt.NDArray[Any]) -> Tensor:
-        return cls(array.dtype.name, array.shape, array.tobytes())
-
-    def array(self) -> npt.NDArray[Any]:
-        return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
 
 
 class Launch(msgspec.Struct, tag=True, array_like=True):
@@ -41,6 +30,11 @@ class Write(msgspec.Struct, tag=True, array_like=True):
     slots: list[int]
     rows: Tensor
 
+    @classmethod
+    def of(cls, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> Write:
+        slots, values = zip(*rows, strict=True)
+        return cls(columns, list(slots), Tensor.of(np.stack(values)))
+
 
 class Score(msgspec.Struct, tag=True, array_like=True):
     hidden: Tensor
@@ -53,6 +47,11 @@ class Place(msgspec.Struct, tag=True, array_like=True):
     slot: int
     digest: str
     matrices: dict[str, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, slot: int, adapter: HostAdapter) -> Place:
+        matrices = {path: (Tensor.of(m.down), Tensor.of(m.up)) for path, m in adapter.matrices.items()}
+        return cls(slot, adapter.digest, matrices)
 
 
 Call = Launch | Write | Score | Place
@@ -71,11 +70,13 @@ class LeadingRunner(Runner):
         return super().launch(shape, packed, num_rows)
 
     def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
-        self._tell_write("all", records)
+        if records:
+            self._tell(Write.of("all", records))
         super().write_slots(records)
 
     def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
-        self._tell_write("allowed", words)
+        if words:
+            self._tell(Write.of("allowed", words))
         super().write_allowed(words)
 
     def logprobs_of(
@@ -85,14 +86,8 @@ class LeadingRunner(Runner):
         return super().logprobs_of(hidden, following, num_top, adapter)
 
     def write_adapter(self, slot: int, adapter: HostAdapter, staged: Slots) -> None:
-        matrices = {path: (Tensor.of(m.down), Tensor.of(m.up)) for path, m in adapter.matrices.items()}
-        self._tell(Place(slot, adapter.digest, matrices))
+        self._tell(Place.of(slot, adapter))
         super().write_adapter(slot, adapter, staged)
-
-    def _tell_write(self, columns: Literal["all", "allowed"], rows: Sequence[tuple[int, Ints]]) -> None:
-        if rows:
-            slots, values = zip(*rows, strict=True)
-            self._tell(Write(columns, list(slots), Tensor.of(np.stack(values))))
 
     def _tell(self, call: Call) -> None:
         self._send(msgspec.msgpack.encode(call))
@@ -100,16 +95,21 @@ class LeadingRunner(Runner):
 
 def follow(runner: Runner, frame: bytes) -> None:
     """Does what the leader's runner does."""
-    match _DECODER.decode(frame):
+    carry_out(runner, _DECODER.decode(frame))
+
+
+def carry_out(runner: Runner, call: Call) -> Launched | list[TokenLogprobs] | None:
+    """What it gives, where that is anything."""
+    match call:
         case Launch(shape, packed, num_rows):
-            runner.launch(shape, packed.array(), num_rows)
+            return runner.launch(shape, packed.array(), num_rows)
         case Write(columns, slots, rows):
             write = runner.write_slots if columns == "all" else runner.write_allowed
             write(list(zip(slots, rows.array(), strict=True)))
         case Score(hidden, following, num_top, adapter):
-            runner.logprobs_of(hidden.array(), following.array(), num_top, adapter)
+            return runner.logprobs_of(hidden.array(), following.array(), num_top, adapter)
         case Place(slot, digest, matrices):
-            assert runner.adapter_layout is not None
             parts = {path: SlotMatrices(down.array(), up.array()) for path, (down, up) in matrices.items()}
             held = HostAdapter(digest, parts)
-            runner.write_adapter(slot, held, runner.adapter_layout.stage(held))
+            runner.write_adapter(slot, held, runner.stage(held))
+    return None

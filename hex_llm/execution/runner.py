@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from tqdm import tqdm
 from hex_llm.errors import HexError
 from hex_llm.execution import programs
 from hex_llm.execution.adapters import AdapterLayout, HostAdapter
-from hex_llm.execution.batch import Ints, Paddings, StepShape, num_choices, pack, parts_of
+from hex_llm.execution.batch import Ints, Paddings, StepShape, num_choices, parts_of
 from hex_llm.execution.executable_cache import ExecutableCache
 from hex_llm.execution.kernel_choice import Devices, choose_kernels, page_shapes
 from hex_llm.execution.profile import Recorder
@@ -48,9 +48,9 @@ from hex_llm.execution.programs import (
     Write,
     WriteAdapter,
 )
-from hex_llm.execution.results import TOKEN, Choices, likeliest, unpack_logprobs
+from hex_llm.execution.results import TOKEN, likeliest, unpack_logprobs
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
-from hex_llm.execution.slots import SlotLayout
+from hex_llm.execution.step_runner import Launched, StepRunner
 from hex_llm.kernels import cpu
 from hex_llm.kernels.attention import empty_pages
 from hex_llm.models.adapters import Slots
@@ -59,7 +59,7 @@ from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, placed
 from hex_llm.sampling_params import MAX_LOGPROBS
-from hex_llm.types import StepPlan, TokenLogprobs
+from hex_llm.types import TokenLogprobs
 from hex_llm.weights.source import private_folder
 
 log = logging.getLogger(__name__)
@@ -80,23 +80,7 @@ class CompiledLate(HexError):
     """A program would have to be compiled after the warm-up, and --recompile=error forbids it."""
 
 
-class Launched(NamedTuple):
-    """What a step will bring."""
-
-    choices: jax.Array
-    hidden: jax.Array
-
-
-class InFlight(NamedTuple):
-    """A step that was sent off."""
-
-    plan: StepPlan
-    shape: StepShape
-    choices: jax.Array
-    hidden: jax.Array
-
-
-class Runner:
+class Runner(StepRunner):
     def __init__(
         self,
         spec: ModelSpec,
@@ -115,21 +99,17 @@ class Runner:
         kernels = choose_kernels(spec, devices)
         self.weights = kernels.lay_out(weights)
         self._leaves = jax.tree.leaves(self.weights)
-        self.spec, self.mesh, self.dtype = spec, mesh, dtype
-        self.paddings, self.config = paddings, config
+        super().__init__(spec, paddings, Recorder(config.profile), adapters is not None)
+        self.mesh, self.dtype = mesh, dtype
         self.adapter_layout = None if adapters is None else adapters[0]
         self.adapters: Slots = {} if adapters is None else adapters[1]
         self.pages = allocate_pages(spec, mesh, num_blocks, devices)
         self._most = paddings.limits.max_decode_seqs
-        self.layout = SlotLayout(self._most + 1, paddings.max_len, spec.vocab_size, paddings.table_width)
         self.slots = placed(self.layout.empty(), NamedSharding(mesh, P()))
         # Of each slot, as plain numbers: flags are slow to combine.
         self._features = [0] * self.layout.num_slots
-        self._adapters_of = [0] * self.layout.num_slots
         # Where branches cost little, one program chooses tokens, whatever is wanted.
         self.branches = self._platform != "gpu"
-        self.num_late_compiles = 0
-        self.is_compiling = False
         self.is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self.precision = "highest" if dtype == np.float32 else "default"
@@ -149,22 +129,12 @@ class Runner:
         # Python's lock lets one at a time do it anyway: so the first are soon compiling.
         self._lowering = threading.Lock()
         self._executables = None if kept_in is None else self._executable_cache(kept_in)
-        self.recorder = Recorder(config.profile)
 
-    def dispatch(self, plan: StepPlan) -> InFlight:
-        """Sends a step off."""
-        with self.recorder.step():
-            shape = self.paddings.shape(plan)
-            if self.adapters and any(self._adapters_of[chunk.slot] for chunk in plan.chunks):
-                shape = shape._replace(adapted=True)
-            with self.recorder.phase("pack"):
-                packed = pack(plan, shape, self.config.block_size)
-            launched = self.launch(shape, packed, len(plan.chunks))
-            launched.choices.copy_to_host_async()
-            return InFlight(plan, shape, *launched)
+    @property
+    def kv_dtype(self) -> str:
+        return str(self.pages[0].dtype)
 
     def launch(self, shape: StepShape, packed: Ints, num_rows: int) -> Launched:
-        """A packed step, of which so many rows are no padding."""
         slots = parts_of(packed, shape).slots[:num_rows].tolist()
         logits, rows, hidden = self._run(shape, packed)
         if not shape.gives_logits:
@@ -200,26 +170,9 @@ class Runner:
             choices = self.program(AddLogprobs(num_rows))(logits, choices)
         return choices
 
-    def read(self, step: InFlight) -> Choices:
-        """Waits for a step; one row for each of the plan's."""
-        with self.recorder.phase("wait"):
-            choices = np.asarray(step.choices)
-        self.recorder.read_step()
-        return Choices(choices[: len(step.plan.chunks)])
-
-    def prompt_logprobs(
-        self, step: InFlight, row: int, following: Ints, num_top: int, adapter: int = 0
-    ) -> list[TokenLogprobs]:
-        """Of the tokens that follow the first ones of a step's prefill. Rare, so the host hands pieces of
-        one size to one program instead of every step carrying the work along."""
-        start = sum(chunk.num_tokens for chunk in step.plan.chunks[:row])
-        hidden = np.asarray(step.hidden)[start : start + len(following)]
-        return self.logprobs_of(hidden, following, num_top, adapter)
-
     def logprobs_of(
         self, hidden: npt.NDArray[Any], following: Ints, num_top: int, adapter: int = 0
     ) -> list[TokenLogprobs]:
-        """Of a token behind each hidden state, by the adapter in this slot."""
         of_all = num_top > MAX_LOGPROBS
         program, told = self.program(PromptLogprobs(PROMPT_ROWS, of_all)), list[TokenLogprobs]()
         lm_head = self._lm_head(PROMPT_ROWS, [adapter] * PROMPT_ROWS)
@@ -234,30 +187,42 @@ class Runner:
         return told
 
     def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
-        """Whole rows of slots, before the next step."""
+        super().write_slots(records)
         for slot, record in records:
             self._features[slot] = int(self.layout.features(record))
-            self._adapters_of[slot] = self.layout.adapter_of(record)
         self._write("all", records)
 
     def write_allowed(self, words: Sequence[tuple[int, Ints]]) -> None:
-        """Which tokens may come next in some slots."""
         self._write("allowed", words)
 
+    def stage(self, adapter: HostAdapter) -> Slots:
+        assert self.adapter_layout is not None
+        return self.adapter_layout.stage(adapter)
+
     def write_adapter(self, slot: int, adapter: HostAdapter, staged: Slots) -> None:
-        """Into a slot, counted from 1, before the next step; `staged` by AdapterLayout.stage."""
         self.adapters = self.program(WriteAdapter())(self.adapters, staged, np.int32(slot))
 
-    def take_blocks(self, blocks: Sequence[int], mesh: Mesh) -> Pages:
-        """What they hold, on its way to other devices: this returns before it is there, and the blocks may be
-        reused at once."""
-        taken = self.program(TakeBlocks(_move_size(len(blocks))))(self.pages, _filled_up(blocks))
-        return jax.device_put(taken, NamedSharding(mesh, PAGES))
+    def take_blocks(self, blocks: Sequence[int]) -> Pages:
+        """What they hold, filled up to `move_size` of them: this returns before it is there, and the blocks
+        may be reused at once."""
+        taken: Pages = self.program(TakeBlocks(move_size(len(blocks))))(self.pages, _filled_up(blocks))
+        return taken
+
+    def pages_from(self, contents: Any) -> Pages:
+        """What was taken elsewhere, on its way to these devices."""
+        moved: Pages = jax.device_put(contents, NamedSharding(self.mesh, PAGES))
+        return moved
 
     def put_blocks(self, blocks: Sequence[int], contents: Pages) -> None:
         """Before the next step, which waits for it."""
-        program = self.program(PutBlocks(_move_size(len(blocks))))
+        program = self.program(PutBlocks(move_size(len(blocks))))
         self.pages = program(self.pages, _filled_up(blocks), contents)
+
+    def warm_up(self, progress: bool = False, meet: Callable[[], object] = tuple) -> dict[int, float]:
+        self.compile_all(progress)
+        meet()
+        self.run_all()
+        return self.measure_steps() if self.config.enable_jit else {}  # op by op says nothing of the rest
 
     def compile_all(self, progress: bool = False) -> None:
         """Every program that can be needed."""
@@ -311,7 +276,7 @@ class Runner:
         if self.config.disagg_topo is None:
             return []
         most = self.paddings.table_width
-        sizes = sorted({_move_size(n) for n in range(1, most + 1)})
+        sizes = sorted({move_size(n) for n in range(1, most + 1)})
         return [kind(n) for kind in (TakeBlocks, PutBlocks) for n in sizes]
 
     def _all_shapes(self) -> list[StepShape]:
@@ -435,14 +400,14 @@ def _padded(rows: Any, num_rows: int) -> Any:
     return np.pad(rows, [(0, num_rows - len(rows))] + [(0, 0)] * (rows.ndim - 1))
 
 
-def _move_size(num_blocks: int) -> int:
+def move_size(num_blocks: int) -> int:
     """Of a move of several blocks at once: 1, 4, 16, ..."""
     return 1 << 2 * -(-(num_blocks - 1).bit_length() // 2)
 
 
 def _filled_up(blocks: Sequence[int]) -> Ints:
     """With the padding block, of which it does not matter what it holds."""
-    return _padded(np.array(blocks, np.int32), _move_size(len(blocks)))
+    return _padded(np.array(blocks, np.int32), move_size(len(blocks)))
 
 
 def _write_size(num_rows: int, most: int) -> int:

@@ -28,6 +28,7 @@ from hex_llm.frontend.process import Supervisor
 from hex_llm.frontend.replica import Replica
 from hex_llm.frontend.requests import Generation, Observer, Room, Timeline
 from hex_llm.frontend.router import Router
+from hex_llm.ipc.children import STAND_IN
 from hex_llm.ipc.protocol import Ready, request_id
 from hex_llm.ipc.stats import EngineState, leading
 from hex_llm.sampling_params import SamplingParams
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-P", "-m", "hex_llm.engine.worker")
 BY_MEMORY = ("max_blocks", "max_sequences")  # the limits that depend on it
-REMOTE = (sys.executable, "-P", "-m", "hex_llm.launch.remote")  # stands in for one on another host
 
 
 class EngineClient:
@@ -69,7 +69,7 @@ class EngineClient:
         self.replicas = [Replica(self, command, each) for each in variables_of(config, os.environ)]
         self._num_here = len(self.replicas)
         elsewhere = range(self._num_here, config.data_parallel_size)
-        self.replicas += [Replica(self, (*REMOTE, str(i)), {}) for i in elsewhere]
+        self.replicas += [Replica(self, (*STAND_IN, str(i)), {}) for i in elsewhere]
         for i, one in enumerate(self.replicas):
             one.status.host = i // self._num_here
         self.room = Room(*(one.requests.places for one in self.replicas))

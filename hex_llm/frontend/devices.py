@@ -1,4 +1,4 @@
-"""Which devices each replica's process sees, told by the variables of its environment. No jax."""
+"""Which devices the process of a replica or group sees, told by the variables of its environment. No jax."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from glob import glob
 from importlib.metadata import entry_points
 
+from hex_llm.cluster import parts_of
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
 
@@ -16,23 +17,29 @@ TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 def variables_of(config: EngineConfig, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """For each replica of this host. One alone takes what it finds; ConfigError: there are not enough for
-    several."""
-    if config.data_parallel_size == 1:
+    """For each process of this host that has a replica or, on hosts other than the first, a group of one. One
+    alone takes what it finds; ConfigError: there are not enough for several."""
+    flag, num = f"--data_parallel_size={config.data_parallel_size}", config.replicas_per_host
+    kind, size = "replica", config.devices_per_replica
+    if (parts := parts_of(config)) is not None:
+        kind, flag, num, size = parts
+        num //= config.num_hosts
+    elif config.data_parallel_size == 1:
         return [{}]
-    platform, size = platform_of(environ), config.devices_per_replica
+    platform = platform_of(environ)
     devices = devices_of(platform, environ)
-    flags = f"--data_parallel_size={config.data_parallel_size}"
-    if (needed := config.replicas_per_host * size) > len(devices):
+    if (needed := num * size) > len(devices):
         hint = f"; for virtual ones set XLA_FLAGS={VIRTUAL}={needed}" if platform == "cpu" else ""
         raise ConfigError(
-            f"{flags}: {needed} devices are needed, {size} for each replica, and there are "
+            f"{flag}: {needed} devices are needed, {size} for each {kind}, and there are "
             f"{len(devices)} {platform} device(s){hint}"
         )
+    if kind == "group" and config.host_index == 0:
+        return [{}]  # one process has all
     if platform == "tpu" and size not in TPU_BOUNDS:
-        raise ConfigError(f"{flags}: a replica can have 1, 2, 4 or 8 chips of a TPU, not {size}")
-    parts = (devices[i : i + size] for i in range(0, needed, size))
-    return [_variables(platform, part, environ) for part in parts]
+        raise ConfigError(f"{flag}: a {kind} can have 1, 2, 4 or 8 chips of a TPU, not {size}")
+    shares = (devices[i : i + size] for i in range(0, needed, size))
+    return [_variables(platform, part, environ) for part in shares]
 
 
 def platform_of(environ: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import msgspec
 
-from hex_llm.errors import HexError, InvalidRequest, QueueFull, UnknownModel
+from hex_llm.errors import EngineStopped, HexError, InvalidRequest, QueueFull, UnknownModel
 from hex_llm.text.detokenize import Detokenizer
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import (
@@ -102,6 +102,8 @@ def raise_failure(choice: CompletionOutput | Delta) -> None:
     if choice.finish_reason is FinishReason.ERROR:
         if choice.error_kind == QueueFull.__name__:
             raise QueueFull(choice.error)
+        if choice.error_kind == EngineStopped.__name__:
+            raise EngineStopped(choice.error)
         if choice.error_param is None:
             raise HexError(choice.error)
         is_unknown = choice.error_kind == UnknownModel.__name__

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import signal
-import sys
-import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
+from hex_llm.errors import EngineStopped, HexError, ModelError
 from hex_llm.frontend.link import EngineLink
 from hex_llm.ipc import protocol
+from hex_llm.ipc.children import environment, kill_family, private_folder
 from hex_llm.ipc.protocol import Ready, Report
 from hex_llm.ipc.pulse import Watch
 from hex_llm.ipc.stats import EngineState
@@ -35,7 +31,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5  # between two looks at a process
 # What it may be silent for before it is loaded: libraries of gigabytes are imported with the GIL held.
 LOADING_S = 60.0
-MAX_PATH = 107  # bytes of a Unix socket's name
 END_S = 5  # what an idle engine gets to end by itself
 KILL_S = 5  # what the system gets to end a killed process
 MAX_RESTARTS = 3  # one after another, of engines that then do not serve for STEADY_S
@@ -268,45 +263,5 @@ class Supervisor:
                 await self._owner.take(report)
 
 
-def kill_family(leader: int) -> None:
-    """A session's leader and all of its children, in whatever session, stopped or not."""
-    for pid in (leader, *_descendants(leader)):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _descendants(pid: int) -> Iterable[int]:
-    """As far as the system tells."""
-    parents = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            # The name before these may hold anything, also brackets.
-            numbers = file.read_text(errors="replace").rpartition(")")[2].split()
-            parents[int(file.parent.name)] = int(numbers[1])
-    family = [pid]
-    for one in family:
-        family += [child for child, parent in parents.items() if parent == one]
-    return family[1:]
-
-
 def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
-def environment(variables: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """For a process of ours, which finds what this one finds; `variables` besides."""
-    found = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**os.environ, "PYTHONPATH": found, **variables}
-
-
-def private_folder() -> Path:
-    """A new folder for sockets, which only this user can enter; short enough for the names of sockets."""
-    base = tempfile.gettempdir()
-    if len(os.fsencode(protocol.command_address(Path(base, "hex_llm-12345678")))) > MAX_PATH:
-        base = "/tmp"
-    try:
-        return Path(tempfile.mkdtemp(prefix="hex_llm-", dir=base))
-    except OSError as error:
-        raise ConfigError(f"{base}: no folder can be made there: {error.strerror}") from error

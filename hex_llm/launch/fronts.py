@@ -20,7 +20,8 @@ import msgspec
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.errors import InvalidRequest
 from hex_llm.frontend.client import EngineClient
-from hex_llm.frontend.process import LOADING_S, environment, private_folder
+from hex_llm.frontend.process import LOADING_S
+from hex_llm.ipc.children import environment, private_folder
 from hex_llm.ipc.protocol import Leave, Ready
 from hex_llm.ipc.stats import EngineState
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import uvicorn
 
-from hex_llm.cluster import located
+from hex_llm.cluster import located, parts_of
 from hex_llm.config import EngineConfig, ServerConfig
 from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
 from hex_llm.frontend.client import EngineClient
@@ -64,7 +64,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
 
 def serve_host(config: EngineConfig) -> None:
     """A host other than the first, until that ends or a signal comes."""
-    if config.data_parallel_size > 1:
+    if parts_of(config) is not None:
         from hex_llm.launch.remote import lend
 
         lend(config, variables_of(config, os.environ))

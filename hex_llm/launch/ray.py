@@ -20,11 +20,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from hex_llm.cluster import check_replicas, devices_per_host
+from hex_llm.cluster import check_parts, devices_per_host
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
 from hex_llm.frontend.devices import platform_of
-from hex_llm.frontend.process import environment
+from hex_llm.ipc.children import environment
 from hex_llm.logs import log_from
 
 log = logging.getLogger(__name__)
@@ -74,11 +74,11 @@ class RayHosts:
         here = ray.util.get_node_ip_address()
         self.config = replace(
             config,
-            coordinator_address=f"{here}:{free_port(config.data_parallel_size)}",
+            coordinator_address=f"{here}:{free_port(max(config.data_parallel_size, config.num_groups))}",
             host_index=0,
             cluster_key=config.cluster_key or secrets.token_hex(32),
         )
-        check_replicas(self.config)
+        check_parts(self.config)
         per_host = devices_per_host(self.config)
         kind = {"gpu": "GPU", "tpu": "TPU"}.get(platform_of(os.environ))
         self._each = {"CPU": 1} if kind is None else {"CPU": 1, kind: per_host}

@@ -1,9 +1,11 @@
-"""Replicas on other hosts (--num_hosts with --data_parallel_size).
+"""Replicas, or groups of devices of one, on other hosts (--num_hosts with --data_parallel_size, or with
+--disagg_topo).
 
 Each has a stand-in on host 0, `python -m hex_llm.launch.remote INDEX FOLDER`, which is to the front ends what
-an engine's process is: it ends when the engine does, and ending it ends the engine. The engine itself is
-started on the other host, by a `Lender`, which dials the stand-in's port. Between the two, frames pass as
-they are, over a ZMQ connection that is encrypted, and open to those alone who know --cluster_key. No jax.
+an engine's process is, and to an engine what a group's is: it ends when that does, and ending it ends that.
+The process itself is started on the other host, by a `Lender`, which dials the stand-in's port. Between the
+two, frames pass as they are, over a ZMQ connection that is encrypted, and open to those alone who know
+--cluster_key. No jax.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from hex_llm.cluster import agreed_facts, difference, port_of
+from hex_llm.cluster import agreed_facts, difference, parts_of, port_of
 from hex_llm.config import EngineConfig
 from hex_llm.engine.worker import end_with_parent
 from hex_llm.errors import ConfigError, HexError, ModelError
 from hex_llm.frontend.client import WORKER
-from hex_llm.frontend.process import environment, kill_family, private_folder
 from hex_llm.ipc import protocol
+from hex_llm.ipc.children import environment, kill_family, private_folder
 from hex_llm.ipc.pulse import BEAT_S, Watch
 from hex_llm.parallel.links import SILENT_S, Allowed
 
@@ -44,6 +46,9 @@ CONNECT_MS = 2000  # after which a connection is tried again
 # What the first of a message's two parts tells; of reports it is the number of their front end.
 HELLO, REFUSED, BEAT, COMMAND, ENDED = b"hello", b"refused", b"beat", b"command", b"ended"
 SHUTDOWN = protocol.encode(protocol.Shutdown())
+
+MAX_FRAME = protocol.MAX_REPORT  # who gets it in the end may take less
+GROUP = (sys.executable, "-P", "-m", "hex_llm.engine.group_worker")
 
 Socket = zmq.Socket[bytes]
 Keys = tuple[bytes, bytes]  # public, secret
@@ -58,6 +63,11 @@ def keys_of(secret: str | None) -> tuple[Keys, Keys]:
         return zmq.curve_public(private), private
 
     return pair(b"stand-in"), pair(b"lender")
+
+
+def name_of(config: EngineConfig, index: int) -> str:
+    parts = parts_of(config)
+    return f"{'replica' if parts is None else parts.kind} {index}"
 
 
 class Sockets:
@@ -102,12 +112,12 @@ class PeerWatch:
 
 
 class StandIn:
-    """Of one replica, by its number among all."""
+    """Of one replica or group, by its number among all."""
 
     def __init__(self, index: int, folder: Path) -> None:
         self._index, self._folder = index, folder
         self._sockets = Sockets()
-        self._inbox = self._sockets.open(zmq.PULL, protocol.MAX_COMMAND)
+        self._inbox = self._sockets.open(zmq.PULL, MAX_FRAME)
         self._inbox.bind(protocol.command_address(folder))
         self._outboxes = [self._connect(0)]
 
@@ -135,22 +145,21 @@ class StandIn:
         guard.start()
         at_end.callback(guard.stop)
         guard.configure_curve_callback(credentials_provider=Allowed(theirs[0]))
-        there = self._sockets.open(zmq.ROUTER, protocol.MAX_REPORT)
+        there = self._sockets.open(zmq.ROUTER, MAX_FRAME)
         there.set(zmq.ROUTER_MANDATORY, 1)  # what is sent to a host that is gone fails
         there.curve_server, (there.curve_publickey, there.curve_secretkey) = True, own
         port = port_of(config, self._index)
         try:
             there.bind(f"tcp://*:{port}")
         except zmq.ZMQError as error:
-            raise ConfigError(
-                f"port {port}, for replica {self._index}: cannot listen there: {error}"
-            ) from error
+            raise ConfigError(f"port {port}, for {self._name}: cannot listen there: {error}") from error
         return there
 
     def _relay(self, at_end: ExitStack) -> int:
         first = self._inbox.recv()
         start = protocol.Reader[Any](protocol.Command).decode(first)
         assert isinstance(start, protocol.Start), "the first command"
+        self._name = name_of(start.config, self._index)
         self._outboxes += [self._connect(front) for front in range(1, start.num_fronts)]
         there = self._listening(start.config, at_end)
         peer = self._await_host(there, start)
@@ -173,13 +182,13 @@ class StandIn:
                 if watch.must_beat():
                     there.send_multipart([peer, BEAT, b""])
         except zmq.ZMQError as error:
-            raise ModelError(f"the host of replica {self._index} is gone: {error}") from error
-        raise ModelError(f"the host of replica {self._index} has been silent for {SILENT_S:.0f} s")
+            raise ModelError(f"the host of {self._name} is gone: {error}") from error
+        raise ModelError(f"the host of {self._name} has been silent for {SILENT_S:.0f} s")
 
     def _await_host(self, there: Socket, start: protocol.Start) -> bytes:
         """Its name on the socket, when it has come and agrees."""
         waited_s, watch = 0.0, Watch(BEAT_S)
-        self._report(protocol.Progress(f"replica {self._index}: waiting for its host"))
+        self._report(protocol.Progress(f"{self._name}: waiting for its host"))
         while waited_s < JOIN_S or start.is_again:
             if not there.poll(BEAT_MS):
                 waited_s += watch.look()
@@ -190,13 +199,12 @@ class StandIn:
                 continue
             if not (found := difference(agreed_facts(start.config), json.loads(rest[0]))):
                 return peer
-            told = f"the hosts disagree: host 0 has {found[0]}, that of replica {self._index} {found[1]}"
+            told = f"the hosts disagree: host 0 has {found[0]}, that of {self._name} {found[1]}"
             there.send_multipart([peer, REFUSED, told.encode()])
             if not start.is_again:
                 raise ConfigError(told)
         raise ConfigError(
-            f"the host of replica {self._index} did not come within {JOIN_S:.0f} s, "
-            "or has another --cluster_key"
+            f"the host of {self._name} did not come within {JOIN_S:.0f} s, or has another --cluster_key"
         )
 
     def _messages(self, there: Socket, peer: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -207,7 +215,7 @@ class StandIn:
 
 
 class Lender:
-    """Runs an engine for its stand-in on host 0, and another for the stand-in that follows."""
+    """Runs a process for its stand-in on host 0, and another for the stand-in that follows."""
 
     def __init__(
         self,
@@ -215,9 +223,9 @@ class Lender:
         index: int,
         variables: Mapping[str, str],
         stopped: threading.Event,
-        command: Sequence[str] = WORKER,
+        command: Sequence[str],
     ) -> None:
-        self._config, self._index = config, index
+        self._config, self._index, self._name = config, index, name_of(config, index)
         self._command, self._variables = command, variables
         self._stopped = stopped
         assert config.coordinator_address is not None
@@ -237,8 +245,8 @@ class Lender:
                     self._waited_s = 0.0
         if not self._stopped.is_set() and not self._was_shut_down:
             raise ConfigError(
-                f"--coordinator_address={self._config.coordinator_address}: no answer for replica "
-                f"{self._index} within {JOIN_S:.0f} s, or another --cluster_key there"
+                f"--coordinator_address={self._config.coordinator_address}: no answer for "
+                f"{self._name} within {JOIN_S:.0f} s, or another --cluster_key there"
             )
 
     @property
@@ -259,7 +267,7 @@ class Lender:
         """A new connection, and what tells of its loss."""
         sockets = Sockets()
         theirs, own = self._keys
-        there = sockets.open(zmq.DEALER, protocol.MAX_COMMAND)
+        there = sockets.open(zmq.DEALER, MAX_FRAME)
         there.curve_serverkey = theirs[0]
         there.curve_publickey, there.curve_secretkey = own
         there.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
@@ -332,16 +340,18 @@ class Lender:
             if watch.must_beat():
                 there.send_multipart([BEAT, b""])
         if not self._stopped.is_set():
-            log.warning("replica %d: host 0 is gone or silent; its engine is ended", self._index)
+            log.warning("%s: host 0 is gone or silent; its process is ended", self._name)
 
 
 def lend(config: EngineConfig, variables: Sequence[Mapping[str, str]]) -> None:
-    """Engines for host 0, one for each of `variables`: until that ends, or a signal comes."""
+    """Processes for host 0, one for each of `variables`: until that ends, or a signal comes."""
+    parts = parts_of(config)
+    command = WORKER if parts is None or parts.kind == "replica" else GROUP
     stopped = threading.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: stopped.set())
     first = config.host_index * len(variables)
-    lenders = [Lender(config, first + i, each, stopped) for i, each in enumerate(variables)]
+    lenders = [Lender(config, first + i, each, stopped, command) for i, each in enumerate(variables)]
     with ThreadPoolExecutor(len(lenders)) as pool:
         running = [pool.submit(one.run) for one in lenders]
         ended, _ = wait(running, return_when=FIRST_EXCEPTION)

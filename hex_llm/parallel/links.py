@@ -48,14 +48,14 @@ class Leader:
         self._guard.start()
         self._guard.configure_curve_callback(credentials_provider=Allowed(follower_key[0]))
         self._socket, self._beats = (self._listening(keys) for _ in range(2))
-        address, beats_address = _bound(self._socket, host), _bound(self._beats, host)
+        address, beats_address = bound(self._socket, host), bound(self._beats, host)
         asked = Invitation(address, beats_address, keys[0], follower_key)
         self.invitation = msgspec.msgpack.encode(asked)
         self._watch = Watch(self._beats, self._names)
 
     def _listening(self, keys: tuple[bytes, bytes]) -> Socket:
         socket = self._context.socket(zmq.ROUTER)
-        _configure(socket, MAX_GREETING)
+        configure(socket, MAX_GREETING)
         socket.set(zmq.ROUTER_MANDATORY, 1)  # what is sent to a host that is gone fails
         socket.curve_server, (socket.curve_publickey, socket.curve_secretkey) = True, keys
         return socket
@@ -106,7 +106,7 @@ class Follower:
 
     def _socket_to(self, asked: Invitation, index: int) -> Socket:
         socket = self._context.socket(zmq.DEALER)
-        _configure(socket, MAX_FRAME)
+        configure(socket, MAX_FRAME)
         socket.setsockopt(zmq.IDENTITY, _name(index))
         socket.curve_serverkey = asked.leader_key
         socket.curve_publickey, socket.curve_secretkey = asked.follower_key
@@ -175,7 +175,7 @@ class Watch:
         return bool(self._names[0]) or not self._ended.poll(0)
 
 
-def _configure(socket: Socket, max_frame: int) -> None:
+def configure(socket: Socket, max_frame: int) -> None:
     socket.set(zmq.MAXMSGSIZE, max_frame)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
@@ -183,7 +183,7 @@ def _configure(socket: Socket, max_frame: int) -> None:
     socket.set(zmq.IPV6, 1)
 
 
-def _bound(socket: Socket, host: str) -> str:
+def bound(socket: Socket, host: str) -> str:
     """Where others reach it."""
     port = socket.bind_to_random_port("tcp://*")
     return f"tcp://[{host.strip('[]')}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -101,6 +101,11 @@ class BlockPool:
             found.append(block)
         return found
 
+    def forget(self) -> None:
+        """What blocks hold is lost: none of it can be found any more."""
+        self._key_of.clear()
+        self._block_of.clear()
+
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Every block is free or held by exactly those who say so (reliability I1, I2)."""
         holders = Counter(block for blocks in held for block in blocks)

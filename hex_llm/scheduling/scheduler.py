@@ -197,6 +197,13 @@ class Scheduler:
         self._release_leaving()
         return touched
 
+    def abandon(self, sequences: ListLike[Sequence]) -> None:
+        """A step in flight will never be read; all of its sequences have ended."""
+        self._in_flight -= 1
+        for sequence in sequences:
+            sequence.num_in_flight -= 1
+        self._release_leaving()
+
     @property
     def is_idle(self) -> bool:
         return not (self.running or self.num_waiting or self._leaving or self._in_flight)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import zmq
 from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
 from hex_llm.frontend import process as module
 from hex_llm.frontend.client import EngineClient
-from hex_llm.frontend.process import private_folder
+from hex_llm.ipc.children import private_folder
 from hex_llm.ipc.protocol import report_address
 from hex_llm.ipc.stats import EngineState
 from hex_llm.sampling_params import SamplingParams
@@ -218,10 +219,10 @@ def test_a_client_that_was_never_started_can_be_stopped() -> None:
 def test_sockets_have_short_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(deep))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(deep))
     folder = private_folder()
     assert len(str(folder)) < 50
     folder.rmdir()
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: "/nowhere")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/nowhere")
     with pytest.raises(ConfigError, match="/nowhere"):
         private_folder()

@@ -1,4 +1,4 @@
-"""One replica over several hosts, or one on each, as real servers (tools/hosts.py)."""
+"""One replica over several hosts, or one on each, or groups of one, as real servers (tools/hosts.py)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.tiny import FAMILIES, greedy_tokens
@@ -83,3 +84,26 @@ def test_replicas_in_two_networks_serve_are_cut_off_and_end_together(expected: A
         assert running.await_answer() == tokens
         running.processes[0].send_signal(signal.SIGTERM)
         assert [one.wait(90) for one in running.processes] == [0, 0], running.logs()
+
+
+GROUPS = ("--disagg_topo=1,1", f"--cluster_key={SECRET}")  # host 0 prefills, host 1 decodes
+
+
+def test_groups_in_two_networks_serve_lose_either_process_and_end_together(expected: Any) -> None:
+    folder, tokens = expected
+    with two_networks() as networks, hosts(folder, networks, *GROUPS) as running:
+        assert running.await_answer() == tokens
+        for victim in (1, 0):
+            engine = running.engine_of(victim)
+            engine.kill()
+            psutil.wait_procs([engine], 10)
+            assert running.await_answer() == tokens
+        running.processes[0].send_signal(signal.SIGTERM)
+        assert [one.wait(90) for one in running.processes] == [0, 0], running.logs()
+
+
+def test_groups_that_hosts_have_no_devices_for_are_refused(expected: Any) -> None:
+    folder, _ = expected
+    with hosts(folder, [], "--disagg_topo=2,2", f"--cluster_key={SECRET}") as running:
+        assert [one.wait(60) for one in running.processes] == [2, 2]
+        assert running.logs().count("error: --disagg_topo=2,2: 2 devices are needed, 1 for each group") == 2

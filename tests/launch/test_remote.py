@@ -20,7 +20,7 @@ from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError, EngineStopped
 from hex_llm.frontend.client import EngineClient
 from hex_llm.frontend.link import EngineLink
-from hex_llm.frontend.process import private_folder
+from hex_llm.ipc.children import private_folder
 from hex_llm.ipc.protocol import Failed, Report, Start
 from hex_llm.launch import remote
 from hex_llm.launch.ray import free_port
