@@ -152,7 +152,10 @@ def hit_host(running: Hosts, kind: str) -> None:
 def on_ray(given: argparse.Namespace, folder: Path, flags: list[str]) -> None:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    head = {"num_cpus": 2, "include_dashboard": False}
+    # Nodes that are added by another thread than the main one cannot have handlers of signals.
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     nodes = [cluster.add_node(num_cpus=2)]
     port = free_port()
     command = [sys.executable, "-c", SERVE, "serve", f"--model={folder}", *FLAGS, *flags, "--host=127.0.0.1"]
