@@ -19,6 +19,7 @@ from hex_llm.models.params import Param
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import placed, sharding
 from hex_llm.weights.adapters import Adapter
+from hex_llm.weights.checkpoint import text_name
 
 HEADER_BYTES = 16 << 20  # of an adapter's file, and what else it may hold
 
@@ -67,14 +68,16 @@ class AdapterLayout:
             for path, one in self.matrices.items()
             for piece in one.array.pieces
         }
-        for name, (down, up) in adapter.modules.items():
+        modules = {n if n in places else text_name(n): module for n, module in adapter.modules.items()}
+        adapter = adapter._replace(modules=modules)
+        for name, (down, up) in modules.items():
             _, shape = places.get(name, ("", "no module that can be adapted"))
             if (own := (len(up), down.shape[1])) != shape:
                 raise ModelError(
                     f"{name!r:.120} is {own} in the adapter, but {shape} here; is it for another model, "
                     f"{adapter.base!r}?"
                 )
-        trained = {places[name][0] for name in adapter.modules}
+        trained = {places[name][0] for name in modules}
         return HostAdapter(adapter.digest, {path: self._fused(path, adapter) for path in trained})
 
     def _fused(self, path: str, adapter: Adapter) -> SlotMatrices:

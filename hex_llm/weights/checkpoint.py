@@ -28,3 +28,10 @@ class Tensor(Protocol):
 
 
 Checkpoint = Mapping[str, Tensor]  # keyed by the names of Hugging Face checkpoints
+
+
+def text_name(name: str) -> str:
+    """Of a model with vision, a tensor's or module's name as it was when the text half was a whole model."""
+    if name.partition(".")[0] == "lm_head":
+        return f"language_model.{name}"
+    return name.replace("model.language_model", "language_model.model", 1)

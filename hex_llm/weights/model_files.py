@@ -13,7 +13,7 @@ from typing import Any
 from hex_llm.errors import ConfigError, InvalidRequest, ModelError
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer, load_tokenizer
-from hex_llm.weights.checkpoint import Checkpoint
+from hex_llm.weights.checkpoint import Checkpoint, text_name
 from hex_llm.weights.gguf import GGUFFile, gguf_tokenizer, open_gguf
 from hex_llm.weights.safetensors import open_safetensors
 
@@ -50,9 +50,8 @@ def open_model(path: Path, *, config_only: bool = False) -> ModelFiles:
     if checkpoint is not None and "embed_tokens.weight" in checkpoint:
         checkpoint = {f"model.{name}": tensor for name, tensor in checkpoint.items()}
     if checkpoint is not None and isinstance(text := config.get("text_config"), dict):
-        # The text half was a whole model once, with a head of its own; configs tell badly whether it has one.
-        old = {n.replace("model.language_model", "language_model.model", 1): t for n, t in checkpoint.items()}
-        checkpoint = {TEXT_HEAD if n == "lm_head.weight" else n: tensor for n, tensor in old.items()}
+        # Configs tell badly whether it has a head of its own.
+        checkpoint = {text_name(name): tensor for name, tensor in checkpoint.items()}
         config["text_config"] = {**text, "tie_word_embeddings": TEXT_HEAD not in checkpoint}
     match config.get("architectures"):
         case [str(name)] if name.endswith("Model"):

@@ -253,6 +253,7 @@ def test_sinks(monkeypatch: pytest.MonkeyPatch, decodes: list[int], chunks: list
         (3, 3, 64, 32, Mask(), None),  # SmolLM2-135M
         (32, 1, 96, 32, Mask(window=2047), None),  # Phi-3-mini
         (2, 2, 256, 8, Mask(window=4096), 50.0),  # Gemma-2-9B over 4 chips
+        (1, 8, 512, 32, Mask(), None),  # Gemma-4-31B over 4 chips, layers without a window
         (8, 4, 128, 2048, Mask(), None),  # a block of several pages
     ],
 )
