@@ -21,7 +21,7 @@ import msgspec
 from hex_llm.engine.book import RequestBook
 from hex_llm.engine.engine import Stepper, Watched
 from hex_llm.engine.groups import RemoteGroup, end_all
-from hex_llm.errors import EngineStopped
+from hex_llm.errors import EngineStopped, ModelError
 from hex_llm.execution.elsewhere import Drop, Put, RemoteRunner, Take
 from hex_llm.execution.messages import Address, Answer, Came
 from hex_llm.execution.moving import Post
@@ -234,7 +234,7 @@ class SeparateSteppers:
         assert group.loaded is not None
         assert group.warm is not None
         if not runner.fits(group.loaded):
-            group.fail("has come back with other limits")
+            group.fail(ModelError(f"group {group.index} has come back with other limits"))
             return
         log.info("group %d is back", group.index)
         runner.begin_anew()

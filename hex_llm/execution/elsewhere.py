@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from hex_llm.errors import EngineStopped
+from hex_llm.errors import EngineStopped, HexError
 from hex_llm.execution.adapters import HostAdapter
 from hex_llm.execution.batch import Ints, Paddings, StepShape
 from hex_llm.execution.leading import Call, Launch, Place, Score, Write, carry_out
@@ -70,6 +70,10 @@ class Line(Protocol):
 
     @property
     def is_running(self) -> bool: ...
+
+    @property
+    def error(self) -> HexError:
+        """Why it is not."""
 
     @property
     def warm(self) -> Warm | None: ...
@@ -179,7 +183,7 @@ class RemoteRunner(StepRunner):
         """The process does it by itself, as soon as it has loaded."""
         while self._line.warm is None:
             if not self._line.is_running:
-                raise EngineStopped("a group was lost before it was warm")
+                raise self._line.error
             self._line.listen(LISTEN_S)
         return self._line.warm.seconds
 
