@@ -31,6 +31,7 @@ from hex_llm.types import TokenLogprobs
 log = logging.getLogger(__name__)
 
 LISTEN_S = 0.5  # at a time, for an answer
+GONE = "the devices that worked at this request are gone"
 MAX_OPEN = 2  # steps that are in flight at a time, or read
 
 
@@ -101,7 +102,7 @@ class Coming:
     def awaited(self) -> Answer:
         while self.answer is None:
             if not self._line.is_running:
-                raise EngineStopped("the devices that worked at this request are gone")
+                raise EngineStopped(GONE)
             self._line.listen(LISTEN_S)
         if self.answer.late:
             raise CompiledLate(self.answer.late)
