@@ -18,6 +18,7 @@ from hex_llm.admission import Limits
 from hex_llm.config import EngineConfig
 from hex_llm.engine.adapters import AdapterPool
 from hex_llm.engine.book import Choice, RequestBook
+from hex_llm.errors import EngineStopped
 from hex_llm.execution.batch import Ints
 from hex_llm.execution.flops import Work
 from hex_llm.execution.leading import follow
@@ -406,7 +407,12 @@ class Stepper:
                     choice.prompt_logprobs[chunk.position :] = logprobs
 
     def _keep_pooled(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
-        hidden, end = np.asarray(step.hidden), 0
+        try:
+            hidden, end = np.asarray(step.hidden), 0
+        except EngineStopped as error:  # its devices are elsewhere, and gone
+            for sequence in sequences:
+                book.fail(sequence, error)
+            return
         for chunk, sequence in zip(step.plan.chunks, sequences, strict=True):
             start, end, kind = end, end + chunk.num_tokens, sequence.params.pooling
             choice = book.choice_of(sequence)

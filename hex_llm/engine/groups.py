@@ -41,18 +41,21 @@ class RemoteGroup:
 
     loaded: Loaded | None = None
     warm: Warm | None = None
+    _failure: HexError | None = None
 
     def __init__(self, config: EngineConfig, index: int, keys: MoveKeys) -> None:
         self.index = index
         self._config, self.keys = config, keys
         self.take: Callable[[Answer | Came], None] = lambda told: None  # set by who asks for answers
+        self._before: Loaded | None = None  # what a process that has ended told
         self._at_end = ExitStack()
         self._reader: protocol.Reader[Report] = protocol.Reader(Report)
         self.start()
 
     def start(self) -> None:
         """Returns at once. Where there was one before, this one is waited for however long it takes."""
-        before, self.loaded, self.warm, self.failure = self.loaded, None, None, ""
+        before = self._before = self.loaded or self._before
+        self.loaded = self.warm = self._failure = None
         self._watch, self._silent_s = Watch(LISTEN_S), 0.0
         self._at_end.close()
         folder = private_folder()
@@ -79,7 +82,7 @@ class RemoteGroup:
 
     @property
     def is_running(self) -> bool:
-        return not self.failure and self._process.poll() is None
+        return self._failure is None and self._process.poll() is None
 
     @property
     def watched(self) -> list[zmq.Socket[bytes] | int]:
@@ -94,7 +97,7 @@ class RemoteGroup:
         passed, has_come = self._watch.look(), bool(self.inbox.poll(int(timeout_s * 1000)))
         self._silent_s = 0.0 if has_come else self._silent_s + passed
         if self._silent_s > (LOADING_S if self.loaded is None else SILENT_S):
-            self.fail(f"has shown no sign of life for {self._silent_s:.0f} s")
+            self.fail(ModelError(f"group {self.index} has shown no sign of life for {self._silent_s:.0f} s"))
         while self.inbox.poll(0):
             match self._reader.decode(self.inbox.recv()):
                 case Loaded() as loaded:
@@ -106,7 +109,7 @@ class RemoteGroup:
                 case protocol.Progress(message):
                     log.info("group %d: %s", self.index, message)
                 case protocol.Failed(kind, message):
-                    self.fail(message, protocol.error_of(kind, message))
+                    self.fail(protocol.error_of(kind, message))
 
     def await_loaded(self) -> Loaded:
         """Raises why it could not be."""
@@ -120,12 +123,11 @@ class RemoteGroup:
     @property
     def error(self) -> HexError:
         """Why it is not running."""
-        return self._error if self.failure else ModelError(f"the process of group {self.index} has ended")
+        return self._failure or ModelError(f"the process of group {self.index} has ended")
 
-    def fail(self, why: str, error: HexError | None = None) -> None:
+    def fail(self, error: HexError) -> None:
         """It is of no use any more."""
-        self.failure = why
-        self._error = error or ModelError(f"group {self.index} {why}")
+        self._failure = error
         if self._process.poll() is None:
             kill_family(self._process.pid)
 

@@ -21,8 +21,8 @@ import msgspec
 from hex_llm.engine.book import RequestBook
 from hex_llm.engine.engine import Stepper, Watched
 from hex_llm.engine.groups import RemoteGroup, end_all
-from hex_llm.errors import EngineStopped
-from hex_llm.execution.elsewhere import Drop, Put, RemoteRunner, Take
+from hex_llm.errors import EngineStopped, ModelError
+from hex_llm.execution.elsewhere import GONE, Drop, Put, RemoteRunner, Take
 from hex_llm.execution.messages import Address, Answer, Came
 from hex_llm.execution.moving import Post
 from hex_llm.execution.programs import Pages
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 PAUSE_S = 1e-4  # between two looks at what the devices have ended
 TURN_S = 0.005  # after which requests are taken in again
 MOVE_S = 120.0  # after which blocks that have not come are given up: what they were sent by was cut off
-GONE = "the devices that worked at this request are gone"
 
 
 @dataclass(eq=False)
@@ -234,7 +233,7 @@ class SeparateSteppers:
         assert group.loaded is not None
         assert group.warm is not None
         if not runner.fits(group.loaded):
-            group.fail("has come back with other limits")
+            group.fail(ModelError(f"group {group.index} has come back with other limits"))
             return
         log.info("group %d is back", group.index)
         runner.begin_anew()

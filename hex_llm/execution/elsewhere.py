@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from hex_llm.errors import EngineStopped
+from hex_llm.errors import EngineStopped, HexError
 from hex_llm.execution.adapters import HostAdapter
 from hex_llm.execution.batch import Ints, Paddings, StepShape
 from hex_llm.execution.leading import Call, Launch, Place, Score, Write, carry_out
@@ -31,6 +31,7 @@ from hex_llm.types import TokenLogprobs
 log = logging.getLogger(__name__)
 
 LISTEN_S = 0.5  # at a time, for an answer
+GONE = "the devices that worked at this request are gone"
 MAX_OPEN = 2  # steps that are in flight at a time, or read
 
 
@@ -72,6 +73,10 @@ class Line(Protocol):
     def is_running(self) -> bool: ...
 
     @property
+    def error(self) -> HexError:
+        """Why it is not."""
+
+    @property
     def warm(self) -> Warm | None: ...
 
     def tell(self, frame: bytes) -> None: ...
@@ -97,7 +102,7 @@ class Coming:
     def awaited(self) -> Answer:
         while self.answer is None:
             if not self._line.is_running:
-                raise EngineStopped("the devices that worked at this request are gone")
+                raise EngineStopped(GONE)
             self._line.listen(LISTEN_S)
         if self.answer.late:
             raise CompiledLate(self.answer.late)
@@ -179,7 +184,7 @@ class RemoteRunner(StepRunner):
         """The process does it by itself, as soon as it has loaded."""
         while self._line.warm is None:
             if not self._line.is_running:
-                raise EngineStopped("a group was lost before it was warm")
+                raise self._line.error
             self._line.listen(LISTEN_S)
         return self._line.warm.seconds
 
