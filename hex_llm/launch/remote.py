@@ -188,7 +188,7 @@ class StandIn:
     def _await_host(self, there: Socket, start: protocol.Start) -> bytes:
         """Its name on the socket, when it has come and agrees."""
         waited_s, watch = 0.0, Watch(BEAT_S)
-        self._report(protocol.Progress(f"{self._name}: waiting for its host"))
+        self._report(protocol.Progress(f"waiting for the host of {self._name}"))
         while waited_s < JOIN_S or start.is_again:
             if not there.poll(BEAT_MS):
                 waited_s += watch.look()

@@ -470,6 +470,28 @@ def test_no_step_takes_in_a_sequence_in_transfer() -> None:
     assert scheduler.schedule()[1] == [s]
 
 
+def test_when_devices_are_lost_nothing_is_held_or_found() -> None:
+    """Two steps are in flight, and will never be read."""
+    scheduler = Scheduler(BlockPool(20, 4), limits(prefix_unit=4))
+    first, second = sequence("a", 8, 4), sequence("b", 9, 4)
+    scheduler.add(first)
+    plan, rows = scheduler.schedule()
+    scheduler.collect(plan, rows, [[1]])
+    scheduler.add(second)
+    steps = [scheduler.schedule()[1] for _ in range(2)]
+    assert all(steps)
+    for one in (first, second):
+        scheduler.finish(one, FinishReason.ERROR)
+    for rows in steps:
+        scheduler.check()
+        scheduler.abandon(rows)
+    assert scheduler.pool.num_cached
+    scheduler.pool.forget()
+    scheduler.check()
+    scheduler.check_idle()
+    assert not scheduler.pool.num_cached
+
+
 def test_the_longest_unused_prefix_is_given_up_first() -> None:
     scheduler = Scheduler(BlockPool(11, 4), limits(prefix_unit=4))
 
