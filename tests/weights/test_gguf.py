@@ -115,11 +115,11 @@ def test_blocks_are_what_the_package_makes_of_them(name: str) -> None:
 
 
 def test_the_default_model_is_read_in_time(default_model: Path) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     file = open_gguf(default_model)
     gguf_tokenizer(file)
     read_all(file)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize(
