@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hex_llm.execution.moving import Post
     from hex_llm.execution.runner import Runner
 
-SHUTDOWN = protocol.encode(protocol.Shutdown())
-
 
 class Group(NamedTuple):
     runner: Runner
@@ -51,7 +49,7 @@ class GroupWorker(WorkerProcess[Group]):
         calls = CarriedOut(loaded.runner, loaded.post, self._tell)
         while True:
             self._pulse.rest()
-            if (frame := self._inbox.recv()) == SHUTDOWN:
+            if (frame := self._inbox.recv()) == protocol.SHUTDOWN:
                 loaded.post.close()
                 return
             self._pulse.begin(loaded.runner)

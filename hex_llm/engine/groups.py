@@ -153,6 +153,6 @@ def start_groups(config: EngineConfig) -> list[RemoteGroup]:
 def end_all(groups: list[RemoteGroup]) -> None:
     until = time.monotonic() + END_S
     for group in groups:
-        group.tell(protocol.encode(protocol.Shutdown()))
+        group.tell(protocol.SHUTDOWN)
     for group in groups:
         group.end(until)

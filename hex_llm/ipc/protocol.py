@@ -137,6 +137,9 @@ def encode(message: Command | Report) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
+SHUTDOWN = encode(Shutdown())  # for who passes frames on, and decodes none
+
+
 class Reader(Generic[T]):
     """Decodes frames of one direction, and counts those that are none."""
 

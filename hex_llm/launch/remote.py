@@ -45,7 +45,6 @@ BEAT_MS = int(BEAT_S * 1000)
 CONNECT_MS = 2000  # after which a connection is tried again
 # What the first of a message's two parts tells; of reports it is the number of their front end.
 HELLO, REFUSED, BEAT, COMMAND, ENDED = b"hello", b"refused", b"beat", b"command", b"ended"
-SHUTDOWN = protocol.encode(protocol.Shutdown())
 
 MAX_FRAME = protocol.MAX_REPORT  # who gets it in the end may take less
 GROUP = (sys.executable, "-P", "-m", "hex_llm.engine.group_worker")
@@ -332,7 +331,7 @@ class Lender:
                 kind, frame = there.recv_multipart()
                 if kind == COMMAND:
                     outbox.send(frame)
-                    if frame == SHUTDOWN:
+                    if frame == protocol.SHUTDOWN:
                         self._waits_for_ever, self._was_shut_down = False, True
             if has_ended:
                 there.send_multipart([ENDED, b"%d" % (process.returncode != 0)])

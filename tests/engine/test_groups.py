@@ -4,7 +4,6 @@ only its own requests are."""
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -29,21 +28,8 @@ from tests.engine.driving import GREEDY, LLAMA, drive, make_config, make_engine,
 from tests.engine.test_separate import GEMMA2, check_equal, prompts, tokens
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-LIMIT_S = 600  # of a test
-
-
-@pytest.fixture(autouse=True)
-def limited() -> Iterator[None]:
-    """Whatever hangs, the test ends, and with it its processes."""
-
-    def end(*_: Any) -> None:
-        raise TimeoutError(f"it has taken {LIMIT_S} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(LIMIT_S)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+# Whatever hangs, the test ends as if it had failed, and with it its processes.
+pytestmark = pytest.mark.timeout(600, method="signal")
 
 
 def lent() -> list[psutil.Process]:
