@@ -29,6 +29,7 @@ from tools.gpu_common import (
     SHAPES,
     WORKLOADS,
     Workload,
+    await_turn,
     flags_for,
     run_part,
     tell_rate,
@@ -117,6 +118,7 @@ def ours(options: argparse.Namespace, folder: Path) -> None:
     if adapters:  # onto the device, before anything is timed
         generate(llm, "adapters", FIRST._replace(num_requests=len(adapters)), adapters)
     timed = Timed(llm)
+    await_turn(options.wait)
     if options.profile:
         profile(llm, folder)
         if options.hlo:
@@ -191,6 +193,7 @@ def main() -> None:
     parser.add_argument("--quantized", choices=QUANTIZED, help="instead of bfloat16")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b", help="of the model")
     parser.add_argument("--adapters", type=int, default=0, help="that requests have by turns")
+    parser.add_argument("--wait", type=Path, help="for this file before anything is measured")
     parser.add_argument("--flag", action="append", default=[], help="name=value, as JSON, of the engine")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -20,6 +20,7 @@ from tools.gpu_common import (
     SHAPES,
     WORKLOADS,
     Workload,
+    await_turn,
     flags_for,
     tell_rate,
     tell_started,
@@ -61,6 +62,8 @@ def main() -> None:
     parser.add_argument("--quantized", choices=QUANTIZED)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--adapters", type=int, default=0)
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's")
+    parser.add_argument("--wait", type=Path, help="for this file before anything is measured")
     options = parser.parse_args()
     os.environ.update(SETTINGS)
     import vllm
@@ -76,7 +79,7 @@ def main() -> None:
             skip_tokenizer_init=True,
             max_model_len=flags["max_model_len"],
             max_num_seqs=flags["max_decode_seqs"],
-            gpu_memory_utilization=0.9,
+            gpu_memory_utilization=options.memory,
             enable_prefix_caching=False,
             seed=0,
             **lora,
@@ -86,6 +89,7 @@ def main() -> None:
             generate(llm, "adapters", FIRST._replace(num_requests=len(adapters)), adapters)
         tell_started()
         print(f"vLLM {vllm.__version__}", flush=True)
+        await_turn(options.wait)
         for name in [] if options.names == ["none"] else options.names or WORKLOADS:
             workload = WORKLOADS[name].scaled(options.tiny)
             tell_rate(name, workload, *generate(llm, name, workload, adapters))

@@ -73,6 +73,13 @@ QWEN3 = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA_8B,
+    "llama-70b": {
+        **LLAMA_8B,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
     "qwen3-8b": QWEN3,
     "qwen3-30b-a3b": {
         **QWEN3,
@@ -225,6 +232,16 @@ def tell(name: str, value: Any) -> None:
 
 def tell_started() -> None:
     tell("answered_at", time.time())
+
+
+def await_turn(path: Path | None) -> None:
+    """Several processes may start at once and be measured by turns: this one has started, which PATH.started
+    says, and goes on when PATH is there."""
+    if path is None:
+        return
+    path.with_suffix(".started").touch()
+    while not path.exists():
+        time.sleep(0.2)
 
 
 def tell_rate(name: str, workload: Workload, num_tokens: int, seconds: float) -> None:
