@@ -41,7 +41,8 @@ class LLM:
         # Whoever calls has all prompts in his own memory already: there is nobody to turn away.
         defaults = {"warmup": False, "max_concurrent_requests": MAX_INT, "allow_priority": True}
         anywhere = {"allowed_lora_sources": "gs://,hf://,/"}  # likewise
-        self.config = engine_config_from_kwargs(**{**defaults, **anywhere, **named, **flags})
+        together = {"target_step_ms": MAX_INT}  # nor does anybody read tokens as they come
+        self.config = engine_config_from_kwargs(**{**defaults, **anywhere, **together, **named, **flags})
         if (num_replicas := self.config.data_parallel_size) > 1:
             raise ConfigError(
                 f"--data_parallel_size={num_replicas}: LLM has one replica, in this process; "

@@ -99,6 +99,10 @@ def test_devices_change_nothing(tmp_path: Path, devices: int) -> None:
     assert tokens(many, [tiny.prompt()]) == tokens(one, [tiny.prompt()])
 
 
+def test_steps_take_as_long_as_they_take(llm: LLM) -> None:
+    assert llm.engine.stepper.scheduler.limits.target_s > 10**6
+
+
 def test_devices_that_do_not_divide_or_exist(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"4 heads, 2 KV heads .* can be split over 1, 2, 4 devices"):
         LLM(model=folder, **FLAGS, tensor_parallel_size=3)
