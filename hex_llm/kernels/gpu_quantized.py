@@ -132,7 +132,7 @@ def tiling_for(num_rows: int, num_outputs: int, num_blocks: int) -> Tiling:
     wanted = 384 if rows <= 16 else 224 if rows <= 64 else 192
     tiles = pl.cdiv(num_outputs, COLUMNS) * pl.cdiv(num_rows, rows)
     splits = min(next_power(pl.cdiv(wanted, tiles)), next_power(num_blocks + 1) // 2)
-    return Tiling(rows, splits, warps=4 if rows <= 64 else 8, stages=3)
+    return Tiling(rows, splits, warps=4, stages=3)
 
 
 def multiply(x: Array, matrix: QuantizedWords, tiling: Tiling | None = None) -> Array:
