@@ -33,6 +33,7 @@ MAX_ROWS = 256  # of the kernel; more are multiplied by XLA sooner, although it 
 MIN_TILE, MAX_TILE = 16, 128  # rows of a program
 SCALED_SUMS = 16  # a tile of more rows has its weights scaled instead
 COLUMNS = 128  # of a program
+WARPS, STAGES = 4, 3
 
 
 def can_multiply(bits: int, group: int, dtype: DTypeLike) -> bool:
@@ -123,8 +124,6 @@ class Tiling:
 
     rows: int
     splits: int  # programs that share the inputs of a tile
-    warps: int
-    stages: int
 
 
 def tiling_for(num_rows: int, num_outputs: int, num_blocks: int) -> Tiling:
@@ -132,7 +131,7 @@ def tiling_for(num_rows: int, num_outputs: int, num_blocks: int) -> Tiling:
     wanted = 384 if rows <= 16 else 224 if rows <= 64 else 192
     tiles = pl.cdiv(num_outputs, COLUMNS) * pl.cdiv(num_rows, rows)
     splits = min(next_power(pl.cdiv(wanted, tiles)), next_power(num_blocks + 1) // 2)
-    return Tiling(rows, splits, warps=4, stages=3)
+    return Tiling(rows, splits)
 
 
 def multiply(x: Array, matrix: QuantizedWords, tiling: Tiling | None = None) -> Array:
@@ -143,7 +142,7 @@ def multiply(x: Array, matrix: QuantizedWords, tiling: Tiling | None = None) -> 
     dtype = x.dtype if tiling.splits == 1 else jnp.float32
     out = jax.ShapeDtypeStruct((tiling.splits, len(x), num_outputs), dtype)
     kernel = partial(_multiply_kernel, matrix=matrix, tiling=tiling)
-    call = launched(kernel, grid, out, tiling.warps, tiling.stages)
+    call = launched(kernel, grid, out, WARPS, STAGES)
     parts: Array = call(x, matrix.words, matrix.scales)
     return parts[0] if tiling.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
 
