@@ -34,6 +34,7 @@ from hex_llm.ipc.stats import EngineState, leading
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.tokenizer import Tokenizer
 from hex_llm.types import Pooling, Request, RequestOptions
+from hex_llm.weights import default_model
 from hex_llm.weights.adapter_source import AdapterNames
 from hex_llm.weights.model_files import open_tokenizer, read_sampling_defaults
 from hex_llm.weights.source import fetch_for, pinned
@@ -260,7 +261,7 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
     if (source := config.generation_config) in ("vllm", "none"):
         return {}
     if source == "auto" and config.model is None:
-        return {}  # the embedded model has none
+        return dict(default_model.SAMPLING)
     if source == "auto":
         path = fetch_for(config, config.model, config_only=True)
     elif not (path := Path(source).expanduser()).is_dir():

@@ -223,8 +223,9 @@ def test_defaults_of_sampling(tmp_path: Path) -> None:
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({"temperature": 0.3, "top_k": 5, "max_new_tokens": 7, "eos_token_id": 2}))
     assert sampling_defaults(config) == {"temperature": 0.3, "top_k": 5, "max_tokens": 7}
-    for source in ("vllm", "none", "auto"):  # the embedded model has none
+    for source in ("vllm", "none"):
         assert sampling_defaults(EngineConfig(generation_config=source)) == {}
+    assert sampling_defaults(EngineConfig()) == {"temperature": 0.2, "top_p": 0.9}  # of the embedded model
     file.write_text('{"temperature": -1}')
     with pytest.raises(ModelError, match=r"generation_config.json: temperature.*--generation_config=none"):
         sampling_defaults(config)
