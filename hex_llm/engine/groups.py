@@ -32,6 +32,7 @@ SILENT_S = 20.0  # after which a group is taken for stuck; while it loads, LOADI
 LOADING_S = 60.0
 END_S = 1.5  # what groups get to end by themselves
 KILL_S = 5.0
+PAUSE_S = 1.0  # from a start to the next at least
 
 Report = Told | protocol.Beat | protocol.Progress | protocol.Failed
 
@@ -54,6 +55,7 @@ class RemoteGroup:
 
     def start(self) -> None:
         """Returns at once. Where there was one before, this one is waited for however long it takes."""
+        self._started_at = time.monotonic()
         before = self._before = self.loaded or self._before
         self.loaded = self.warm = self._failure = None
         self._watch, self._silent_s = Watch(LISTEN_S), 0.0
@@ -83,6 +85,11 @@ class RemoteGroup:
     @property
     def is_running(self) -> bool:
         return self._failure is None and self._process.poll() is None
+
+    @property
+    def may_start(self) -> bool:
+        """One that has ended: if it did so as soon as it began, not without a pause."""
+        return time.monotonic() > self._started_at + PAUSE_S
 
     @property
     def watched(self) -> list[zmq.Socket[bytes] | int]:

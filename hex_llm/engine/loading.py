@@ -331,8 +331,9 @@ def spec_of(config: EngineConfig, files: ModelFiles) -> ModelSpec:
 
 def facts_of_pages(runner: Runner) -> dict[str, str]:
     """What must be the same in all groups, between which pages move."""
-    arrays = [f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in jax.tree.leaves(runner.pages[:1])]
-    return {"KV pages": f"{runner.kv_dtype} {arrays}", "weights": str(runner.dtype)}
+    arrays = (f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in jax.tree.leaves(runner.pages))
+    kinds = list(dict.fromkeys(arrays))  # layers differ in some models
+    return {"KV pages": f"{runner.kv_dtype} {kinds}", "weights": str(runner.dtype)}
 
 
 def facts_of(config: EngineConfig, files: ModelFiles) -> dict[str, str]:

@@ -200,9 +200,10 @@ class SeparateSteppers:
             runner = stepper.runner
             assert isinstance(runner, RemoteRunner)
             if not group.is_running:
-                log.error("%s: it is started again", group.error)
                 self._lose(book, stepper, runner)
-                group.start()
+                if group.may_start:
+                    log.error("%s: it is started again", group.error)
+                    group.start()
             elif not runner.is_up and group.warm is not None:
                 self._welcome(book, stepper, runner, group)
 
