@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 PAUSE_S = 1e-4  # between two looks at what the devices have ended
 TURN_S = 0.005  # after which requests are taken in again
+STEP_S = 300.0  # after which a group is taken for stuck whose process lives but does not end a step
 MOVE_S = 120.0  # after which blocks that have not come are given up: what they were sent by was cut off
 
 
@@ -199,6 +200,8 @@ class SeparateSteppers:
             group.listen(0)
             runner = stepper.runner
             assert isinstance(runner, RemoteRunner)
+            if runner.is_up and (waiting_s := runner.waiting_s) > STEP_S:
+                group.fail(ModelError(f"group {group.index} has been at one step for {waiting_s:.0f} s"))
             if not group.is_running:
                 self._lose(book, stepper, runner)
                 if group.may_start:

@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -91,7 +92,7 @@ class Coming:
     answer: Answer | None = None
 
     def __init__(self, line: Line) -> None:
-        self._line = line
+        self._line, self.asked_at = line, time.monotonic()
 
     def is_ready(self) -> bool:
         return self.answer is not None
@@ -130,6 +131,11 @@ class RemoteRunner(StepRunner):
     def fits(self, loaded: Loaded) -> bool:
         """Whether another process of the group can go on where this one has ended."""
         return (loaded.limits, loaded.max_single) == (self.paddings.limits, self.paddings.max_single)
+
+    @property
+    def waiting_s(self) -> float:
+        """How long the oldest question has been without an answer."""
+        return time.monotonic() - self._asked[0].asked_at if self._asked else 0.0
 
     def begin_anew(self) -> None:
         """The process is another one."""

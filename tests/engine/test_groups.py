@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from hex_llm.config import EngineConfig
+from hex_llm.engine import separate
 from hex_llm.engine.engine import Engine
 from hex_llm.engine.loading import load_engine
 from hex_llm.errors import ConfigError
@@ -185,6 +186,22 @@ def test_a_lost_group_ends_its_own_requests_and_comes_back(folder, topology, num
         assert all(expected[name] == ids for name, ids in well.items())
         assert well or topology == "1,1"
         assert {name: ids for (name, _), ids in tokens(engine, asked).items()} == expected
+        engine.check_idle()
+
+
+@pytest.mark.slow
+def test_a_group_that_is_stuck_in_a_step_is_lost_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [request("a", [1, 2, 3], GREEDY)]
+    with grouped(folder, "1,1") as engine:
+        expected = tokens(engine, asked)
+        monkeypatch.setattr(separate, "STEP_S", 0.0)
+        engine.add(asked[0])
+        updates = []
+        while engine.has_work:
+            updates += engine.step()
+        assert updates[-1].error == "the devices that worked at this request are gone"
+        monkeypatch.undo()
+        assert tokens(engine, asked) == expected
         engine.check_idle()
 
 
