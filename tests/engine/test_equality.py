@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.engine.driving import make_engine
 from tests.engine.equality import (
     ALL_CASES,
+    BATCHES,
     BLOCK_SIZES,
     CHUNKS,
     FAST_NAMES,
@@ -75,6 +78,31 @@ def test_the_whole_matrix_of_quantized_models(name: str, block_size: int, tmp_pa
     check(
         name, judged_quantized(name, tmp_path), [case for case in ALL_CASES if case.block_size == block_size]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [("gemma2-2b", 2), ("mixtral-8x7b", 4)])
+def test_the_matrix_over_devices(name: str, size: int, tmp_path: Path) -> None:
+    judged = judged_tiny(next(tiny for tiny in MODELS if tiny.name == name), tmp_path)
+    engines = Engines(judged.folder, tensor_parallel_size=size)
+    for case in ALL_CASES:
+        if case.block_size != 16 and case.chunk in (None, 33) and case.preemptions in (0, 3):
+            run_case(judged, case, engines.engine(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{"disagg_topo": "1,1"}, {"disagg_topo": "1,2", "tensor_parallel_size": 2}])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("chunk", [None, 33])
+def test_the_matrix_with_prefill_and_decode_apart(
+    chunk: int | None, caching: bool, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """Without forced preemptions, which are of one scheduler."""
+    judged = judged_tiny(MODELS[0], tmp_path)
+    case = Case(1, chunk, 8, caching, 0, overlapped=True)
+    engine = make_engine(tmp_path, **case.flags(), **flags)
+    for batch in BATCHES:
+        run_case(judged, case._replace(batch=batch), engine)
 
 
 @pytest.mark.slow
