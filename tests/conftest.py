@@ -36,6 +36,14 @@ def log_level() -> Iterator[None]:
     logging.getLogger("hex_llm").setLevel(level)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before there are workers, which begin together: each would compile the kernels of CPUs for itself."""
+    if config.getoption("numprocesses", None):
+        from hex_llm.kernels.cpu import panel_width
+
+        panel_width()
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: to look through it again and again takes a third of the server tests' time."""
     gc.collect()
