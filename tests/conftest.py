@@ -5,10 +5,12 @@ removes it. A program that an earlier run left would not be compiled as the test
 """
 
 import atexit
+import functools
 import gc
 import logging
 import os
 import shutil
+import ssl
 import tempfile
 from collections.abc import Iterator
 
@@ -23,6 +25,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.environ["JAX_COMPILATION_CACHE_DIR"] + "/torch")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# Clients ask this machine, by plain HTTP; each would read the certificates of all authorities, for 50 ms.
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 # On a busy machine making an example may take long, which is nobody's fault.
 settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
@@ -34,6 +38,14 @@ def log_level() -> Iterator[None]:
     level = logging.getLogger("hex_llm").level
     yield
     logging.getLogger("hex_llm").setLevel(level)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before there are workers, which begin together: each would compile the kernels of CPUs for itself."""
+    if config.getoption("numprocesses", None):
+        from hex_llm.kernels.cpu import panel_width
+
+        panel_width()
 
 
 def pytest_collection_finish() -> None:

@@ -65,7 +65,8 @@ def run_without_curl(args: list[str]) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    process = start("--port=0", "--max_decode_seqs=2", "--max_model_len=256", "--num_blocks=32")
+    few = ["--max_decode_seqs=2", "--max_prefill_seqs=1", "--prefill_len_padding=64"]  # programs to compile
+    process = start("--port=0", "--max_model_len=256", "--num_blocks=32", *few)
     with serving(process) as (address, _):
         await_ready(process, address)
         yield address

@@ -336,7 +336,11 @@ FAMILIES = [
     ),
     Tiny("gemma4-31b", "Gemma4ForCausalLM", GEMMA4),
     Tiny("gemma4-odd", "Gemma4ForCausalLM", {**GEMMA4, **GEMMA4_ODD, "num_attention_heads": 6}, devices=2),
-    Tiny("gemma4-26b-a4b-vision", "Gemma4ForConditionalGeneration", {**GEMMA4, **GEMMA4_MOE}),
+    Tiny(
+        "gemma4-26b-a4b-vision",
+        "Gemma4ForConditionalGeneration",
+        {**GEMMA4, **GEMMA4_MOE, "num_hidden_layers": 2, "layer_types": GEMMA4["layer_types"][:2]},
+    ),
     Tiny(
         "gemma4-moe-odd",
         "Gemma4ForCausalLM",

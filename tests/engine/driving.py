@@ -1,8 +1,7 @@
-"""Engines of tiny models for tests, driven step by step with every invariant checked after each."""
+"""Engines of tiny models for tests; `stepping` drives them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 from hex_llm.config import EngineConfig
 from hex_llm.engine.engine import Engine
 from hex_llm.engine.loading import build_engine, open_files
-from hex_llm.sampling_params import SamplingParams
 from hex_llm.scheduling.limits import prefix_unit
-from hex_llm.types import Request, Update
+from tests.engine.stepping import GREEDY as GREEDY
+from tests.engine.stepping import drive as drive
+from tests.engine.stepping import request as request
+from tests.engine.stepping import tokens as tokens
 from tests.tiny import Tiny
 
 LLAMA = Tiny("llama", "LlamaForCausalLM")
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 def make_config(folder: Path, **flags: Any) -> EngineConfig:
@@ -37,32 +37,3 @@ def fresh_engine(engine: Engine, grammars: Any = None, config: EngineConfig | No
     runner, config = engine.stepper.runner, config or engine.config
     runner.paddings.limits = replace(runner.paddings.limits, prefix_unit=prefix_unit(config))
     return Engine(config, engine.spec, runner, engine.stepper.scheduler.pool.num_blocks, grammars)
-
-
-def request(name: str, prompt_ids: list[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
-    return Request(name, prompt_ids, params, **more)
-
-
-def drive(
-    engine: Engine, requests: Iterable[Request] = (), between: Callable[[int], None] | None = None
-) -> dict[tuple[str, int], list[Update]]:
-    """Runs everything to its end; `between` is called with a number before each step."""
-    for one in requests:
-        engine.add(one)
-    updates: dict[tuple[str, int], list[Update]] = {}
-    for i in range(100_000):
-        if not engine.has_work:
-            break
-        if between is not None:
-            between(i)
-        for update in engine.step():
-            updates.setdefault((update.request_id, update.index), []).append(update)
-        engine.check()
-    assert not engine.has_work, "it does not come to an end"
-    for told in updates.values():
-        assert [u.finish_reason is not None for u in told] == [False] * (len(told) - 1) + [True]
-    return updates
-
-
-def tokens(updates: list[Update]) -> list[int]:
-    return [token_id for update in updates for token_id in update.token_ids]

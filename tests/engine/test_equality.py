@@ -41,6 +41,7 @@ def test_some_of_the_matrix(name: str, cases: list[Case], tmp_path: Path) -> Non
     check(name, judged_tiny(next(tiny for tiny in MODELS if tiny.name == name), tmp_path), cases)
 
 
+@pytest.mark.slow  # tests/kernels/test_cpu_quantized.py has the rows of products one by one
 def test_some_of_the_matrix_of_a_quantized_model(tmp_path: Path) -> None:
     check("awq-64", judged_quantized("awq-64", tmp_path), [Case(7, 33, 8, True, 2, True)])
 

@@ -91,7 +91,13 @@ def test_hidden_states(folder: Path, hidden: list[Any], kind: str, devices: int)
     llm.engine.check()
 
 
-@pytest.mark.parametrize("name", ["gemma2-2b", "mixtral-8x7b", "phi3-mini-128k-long"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2-2b",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral-8x7b", "phi3-mini-128k-long")),
+    ],
+)
 def test_families(name: str, tmp_path: Path) -> None:
     [tiny] = [one for one in FAMILIES if one.name == name]
     tiny.save(tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -65,16 +67,20 @@ every_one = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize(
-    ("paged_attention", "max_chunks"),
-    [
-        (reference.paged_attention, 0),
-        (reference.paged_attention, 4),
-        pytest.param(cpu.paged_attention, 0, marks=needs_compiler),  # it does not look
-    ],
-    ids=["reference one by one", "reference", "cpu"],
-)
-@pytest.mark.parametrize("block_size", [8, pytest.param(32, marks=pytest.mark.slow), 512])
+def forms_and_blocks() -> Iterator[Any]:
+    """Of the reference's forms each is usually tried with blocks of one size."""
+    forms = {
+        "reference one by one": (reference.paged_attention, 0),
+        "reference": (reference.paged_attention, 4),
+        "cpu": (cpu.paged_attention, 0),  # it does not look at chunks
+    }
+    usual = {("reference one by one", 8), ("reference", 512), ("cpu", 8), ("cpu", 512)}
+    for (name, form), size in product(forms.items(), (8, 32, 512)):
+        marks = [needs_compiler] * (name == "cpu") + [pytest.mark.slow] * ((name, size) not in usual)
+        yield pytest.param(*form, size, marks=marks, id=f"{name}-{size}")
+
+
+@pytest.mark.parametrize(("paged_attention", "max_chunks", "block_size"), list(forms_and_blocks()))
 @pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("mask", "softcap", "has_sinks"),
@@ -201,8 +207,15 @@ def test_a_prefill_row_does_not_depend_on_its_neighbours(paged_attention: PagedA
     ],
     ids=["reference", "reference-int8", "cpu", "gpu", "gpu-int8"],
 )
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-@pytest.mark.parametrize("place", ["behind the end", "after the rows"])
+@pytest.mark.parametrize(
+    ("place", "bad"),
+    [
+        ("behind the end", np.inf),
+        ("after the rows", np.nan),
+        pytest.param("behind the end", np.nan, marks=pytest.mark.slow),
+        pytest.param("after the rows", np.inf, marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_hidden_cannot_spread(
     paged_attention: PagedAttention, dtype: np.dtype[Any] | None, bad: float, place: str
 ) -> None:

@@ -54,7 +54,10 @@ def make(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 256), (50, 512), (64, 768)])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs"),
+    [(50, 512), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1, 256), (64, 768)))],
+)
 def test_product(kind: str, num_outputs: int, num_inputs: int) -> None:
     """Rows of floats lose 16 bits' rounding, as much as of the largest of their block."""
     panels, weights = make(kind, (num_outputs,), num_inputs)

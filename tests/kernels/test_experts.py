@@ -100,8 +100,21 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("options", [LIMITED, SCALED], ids=["with biases and a limit", "scaled inputs"])
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(
+    ("spread", "options"),
+    [
+        *(pytest.param(spread, SCALED, id=f"{spread}, scaled inputs") for spread in SPREADS),
+        *(
+            pytest.param(
+                spread,
+                LIMITED,
+                id=f"{spread}, with biases and a limit",
+                marks=[pytest.mark.slow] * (spread != "ragged, two experts empty"),
+            )
+            for spread in SPREADS
+        ),
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_visit_the_experts_that_they_chose(form: str, spread: str, options: ExpertOptions) -> None:
     if form == "cpu" and jax.default_backend() != "cpu":

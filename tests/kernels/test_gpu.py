@@ -103,11 +103,11 @@ def check(
 @pytest.mark.parametrize(
     ("mask", "softcap", "group", "head_dim", "block_size", "dtype"),
     [
-        (Mask(), None, 3, 16, 16, jnp.float32),
+        pytest.param(Mask(), None, 3, 16, 16, jnp.float32, marks=pytest.mark.slow),
         (Mask(window=5), 1.5, 1, 96, 8, jnp.float32),
         pytest.param(Mask(window=100), None, 7, 64, 32, jnp.bfloat16, marks=pytest.mark.slow),
         (Mask(attention_chunk=48), None, 32, 16, 512, jnp.float32),
-        (Mask(), 1.5, 2, 16, 2048, jnp.bfloat16),
+        pytest.param(Mask(), 1.5, 2, 16, 2048, jnp.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_decodes_and_prefills(
@@ -121,7 +121,10 @@ def test_decodes_and_prefills(
 
 @pytest.mark.parametrize(
     ("decodes", "chunks", "dtype"),
-    [([3000, 0, 700], [], jnp.float32), ([3000, 0, 700], [(1500, 9), (20, 3)], jnp.bfloat16)],
+    [
+        ([3000, 0, 700], [(1500, 9), (20, 3)], jnp.bfloat16),
+        pytest.param([3000, 0, 700], [], jnp.float32, marks=pytest.mark.slow),
+    ],
 )
 def test_several_splits(decodes: list[int], chunks: list[tuple[int, int]], dtype: Any) -> None:
     check(
@@ -222,7 +225,7 @@ def test_work_items(is_exact: bool) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [None, jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.slow), 30.0])
 def test_lowers_for_gpus(
     dtype: Any, softcap: float | None, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

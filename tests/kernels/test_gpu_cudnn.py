@@ -60,9 +60,9 @@ RAGGED = [(0, 50), (100, 40), (0, 1), (290, 3), (64, 1)]  # (cached, new tokens)
 @pytest.mark.parametrize(
     ("decodes", "chunks", "mask", "group", "head_dim", "block_size"),
     [
-        ([], RAGGED, Mask(), 1, 64, 16),
         ([0, 299], RAGGED, Mask(window=70), 4, 16, 32),
-        ([5, 70], [(130, 60)], Mask(), 7, 96, 2048),
+        pytest.param([], RAGGED, Mask(), 1, 64, 16, marks=pytest.mark.slow),
+        pytest.param([5, 70], [(130, 60)], Mask(), 7, 96, 2048, marks=pytest.mark.slow),
         pytest.param([], [(0, 33), (0, 70)], Mask(window=5), 4, 16, 16, marks=pytest.mark.slow),
         pytest.param([3], [(0, 40)], Mask(), 4, 16, 8, marks=pytest.mark.slow),
     ],
@@ -83,7 +83,7 @@ def test_beside_the_reference(
 
 
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 90])
 def test_exactly(
     begun: list[int | None], splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

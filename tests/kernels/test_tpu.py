@@ -141,7 +141,11 @@ def as_held(pages: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("mask", "softcap"),
-    [(Mask(), 1.5), (Mask(window=20), None), (Mask(window=20, attention_chunk=32), None)],
+    [
+        (Mask(), 1.5),
+        (Mask(window=20, attention_chunk=32), None),
+        pytest.param(Mask(window=20), None, marks=pytest.mark.slow),
+    ],
 )
 def test_decodes_and_prefills(model: Model, mask: Mask, softcap: float | None) -> None:
     check(model, ragged(DECODES, CHUNKS, padding=(13, 3)), mask, softcap)
@@ -151,8 +155,10 @@ def test_decodes_and_prefills(model: Model, mask: Mask, softcap: float | None) -
     ("kv_heads", "head_dim", "apart"),
     [
         (6, 16, 3),
-        (2, 256, 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 16, 3), (8, 16, 1), (1, 256, 1))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 256, 2), (3, 16, 3), (8, 16, 1), (1, 256, 1))
+        ),
     ],
 )
 def test_heads_that_the_kernel_cannot_read_together(
@@ -248,13 +254,18 @@ def test_sinks(monkeypatch: pytest.MonkeyPatch, decodes: list[int], chunks: list
     ("kv_heads", "group", "head_dim", "block_size", "mask", "softcap"),
     [
         (2, 8, 64, 32, Mask(window=128), None),  # gpt-oss-20b over 4 chips
-        (2, 4, 128, 32, Mask(), None),  # Llama-3.1-8B over 4 chips
-        (1, 5, 128, 16, Mask(attention_chunk=8192), None),  # an odd group
-        (3, 3, 64, 32, Mask(), None),  # SmolLM2-135M
-        (32, 1, 96, 32, Mask(window=2047), None),  # Phi-3-mini
         (2, 2, 256, 8, Mask(window=4096), 50.0),  # Gemma-2-9B over 4 chips
         (1, 8, 512, 32, Mask(), None),  # Gemma-4-31B over 4 chips, layers without a window
         (8, 4, 128, 2048, Mask(), None),  # a block of several pages
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (2, 4, 128, 32, Mask(), None),  # Llama-3.1-8B over 4 chips
+                (1, 5, 128, 16, Mask(attention_chunk=8192), None),  # an odd group
+                (3, 3, 64, 32, Mask(), None),  # SmolLM2-135M
+                (32, 1, 96, 32, Mask(window=2047), None),  # Phi-3-mini
+            )
+        ),
     ],
 )
 def test_the_kernel_lowers_for_tpus(

@@ -112,7 +112,9 @@ def test_a_model_that_transformers_quantized(tmp_path: Path) -> None:
     check(tmp_path / "model", judge, LLAMA.prompt(), 1)
 
 
-@pytest.mark.parametrize(("flag", "devices"), [("int8", 1), ("int4", 4), ("fp8", 4)])
+@pytest.mark.parametrize(
+    ("flag", "devices"), [("int8", 1), ("int4", 4), pytest.param("fp8", 4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "tiny", [LLAMA, pytest.param(MIXTRAL, marks=pytest.mark.slow)], ids=lambda tiny: tiny.name
 )

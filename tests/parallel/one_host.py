@@ -13,7 +13,7 @@ from hex_llm.engine.worker import end_without_host
 from hex_llm.errors import HexError
 from hex_llm.parallel.links import END, Follower
 from hex_llm.sampling_params import SamplingParams
-from tests.engine.driving import drive, request
+from tests.engine.stepping import drive, request
 
 
 def main(flags: str, requests: str) -> None:

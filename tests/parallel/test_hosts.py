@@ -15,7 +15,13 @@ from tests.engine.driving import GREEDY, LLAMA, drive, make_engine, request
 from tests.tiny import Tiny
 from tools.hosts import free_port
 
-SMALL = {"skip_tokenizer_init": True, "num_blocks": 64, "max_decode_seqs": 8, "max_model_len": 256}
+SMALL = {
+    "skip_tokenizer_init": True,
+    "num_blocks": 64,
+    "max_decode_seqs": 8,
+    "max_model_len": 256,
+    "prefill_len_padding": 64,
+}
 PROMPTS = {"a": list(range(3, 40)), "b": [7, 8, 9], "c": list(range(3, 30))}
 MIXTRAL = Tiny("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2})
 GEMMA2 = Tiny("gemma2", "Gemma2ForCausalLM", {"sliding_window": 8, "query_pre_attn_scalar": 16})
@@ -33,7 +39,11 @@ def start_hosts(num_hosts: int, asked: Any, own: Any = None, **flags: Any) -> li
         )
         command = [sys.executable, "-m", "tests.parallel.one_host", given, json.dumps(asked)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        hosts.append(subprocess.Popen(command, env={**os.environ, "XLA_FLAGS": fast}, **pipes))
+        hosts.append(
+            subprocess.Popen(
+                command, env={**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {fast}"}, **pipes
+            )
+        )
     return hosts
 
 

@@ -29,7 +29,12 @@ SAVED = {tiny.name: tiny for tiny in FAMILIES}
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("8b", (16, 8, 8, 4)), ("70b", (140, 70, 70, 35)), ("405b", (810, 405, 405, 203))]
+    ("name", "sizes"),
+    [
+        ("8b", (16, 8, 8, 4)),
+        ("405b", (810, 405, 405, 203)),
+        pytest.param("70b", (140, 70, 70, 35), marks=pytest.mark.slow),
+    ],
 )
 def test_the_table_of_memory_by_type(plan: Plan, name: str, sizes: tuple[int, ...]) -> None:
     told = plan(name)["least_gb"]
@@ -89,7 +94,7 @@ def test_times_start_from_the_floor(plan: Plan, concurrency: int, floor_ms: floa
 @pytest.mark.parametrize(
     ("tiny", "flags"),
     [
-        (None, {}),
+        pytest.param(None, {}, marks=pytest.mark.slow),
         pytest.param(None, {"quantization": "none"}, marks=pytest.mark.slow),
         ("llama3", {"tensor_parallel_size": 4}),
         ("gemma2-9b", {"enable_lora": True, "max_loras": 2}),

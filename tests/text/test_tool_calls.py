@@ -368,32 +368,37 @@ def test_nothing_is_too_deep(name: str, text: str) -> None:
     assert content or calls
 
 
+REPEATED = [
+    ("hermes", "<tool_call>"),
+    ("hermes", '<tool_call>{"name": "f", '),
+    ("hermes", f"<tool_call>{as_json(NOW)}</tool_call>"),
+    ("hermes", "</tool_call"),
+    ("llama3_json", "{"),
+    ("llama3_json", " {x"),
+    ("llama3_json", '{"name": '),
+    ("llama3_json", f"{parameters(NOW)};"),
+    ("mistral", "[TOOL_CALLS]x"),
+    ("mistral", "[TOOL_CALLS][["),
+    ("phi4_mini_json", "functools["),
+    ("qwen3_coder", "<function=f><parameter=a>"),
+    ("qwen3_coder", "<function=run><parameter=code>\n"),
+    ("qwen3_coder", "</parameter"),
+    ("glm45", "<tool_call>f<arg_key>a"),
+    ("openai", "<|channel|>commentary to=functions.f<|message|>"),
+    ("llama4_pythonic", "<|python_start|>[f("),
+    ("llama4_pythonic", "<|python_start|>[f(a='"),
+    ("llama4_pythonic", "[f(a="),
+    ("ForcedCall", '{"a": "\\u1 \\'),
+    ("ForcedCall", '{"a":'),
+    ("ForcedCall", "  "),
+]
+# The first of each parser, usually.
+FIRST = dict(reversed(REPEATED))
+
+
 @pytest.mark.parametrize(
     ("name", "unit"),
-    [
-        ("hermes", "<tool_call>"),
-        ("hermes", '<tool_call>{"name": "f", '),
-        ("hermes", f"<tool_call>{as_json(NOW)}</tool_call>"),
-        ("hermes", "</tool_call"),
-        ("llama3_json", "{"),
-        ("llama3_json", " {x"),
-        ("llama3_json", '{"name": '),
-        ("llama3_json", f"{parameters(NOW)};"),
-        ("mistral", "[TOOL_CALLS]x"),
-        ("mistral", "[TOOL_CALLS][["),
-        ("phi4_mini_json", "functools["),
-        ("qwen3_coder", "<function=f><parameter=a>"),
-        ("qwen3_coder", "<function=run><parameter=code>\n"),
-        ("qwen3_coder", "</parameter"),
-        ("glm45", "<tool_call>f<arg_key>a"),
-        ("openai", "<|channel|>commentary to=functions.f<|message|>"),
-        ("llama4_pythonic", "<|python_start|>[f("),
-        ("llama4_pythonic", "<|python_start|>[f(a='"),
-        ("llama4_pythonic", "[f(a="),
-        ("ForcedCall", '{"a": "\\u1 \\'),
-        ("ForcedCall", '{"a":'),
-        ("ForcedCall", "  "),
-    ],
+    [pytest.param(name, unit, marks=[pytest.mark.slow] * (FIRST[name] != unit)) for name, unit in REPEATED],
 )
 def test_the_time_is_linear(name: str, unit: str) -> None:
     """At once and character by character; if it were quadratic, four times as much would take 16 times."""
