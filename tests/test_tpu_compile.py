@@ -36,21 +36,40 @@ TINY = {
 ROW = Row("tiny", "decode", weights=1e9, pages=1e9, hbm=2e9, clock=1e9, floor_s=1e-3)
 
 
-NEWER = ("qwen3-0.6b", "qwen3-30b-a3b", "gemma-3-27b", "gpt-oss-120b", "llama-3.3-70b")
+NEWER = ("qwen3-0.6b", "qwen3-30b-a3b", "gemma-3-27b", "gemma-4-31b", "gpt-oss-120b", "llama-3.3-70b")
+DIVIDED = ("llama-3.1-8b-disagg", "llama-3.1-70b-awq-disagg")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEWER)) for name in MODELS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEWER + DIVIDED)) for name in MODELS]
 )
 def test_a_layer_of_every_model_lowers_with_the_kernel(name: str) -> None:
     options = Namespace(layers=1, layouts="default", dump=None)
     sizes = Sizes(batch=8, context=64, prefill=64, tokens=4096, block_size=32, max_len=4096)
     row = tpu_compile.run_here(f"{name}/decode", sizes, options, can_compile=False)
     assert not row.fault
-    num_calls = 5 if name.endswith("awq") else 1  # attention, and products with quantized matrices
+    num_calls = 5 if "awq" in name else 1  # attention, and products with quantized matrices
     assert f"{num_calls} calls of the kernel" in row.exchanges
     assert row.compiled_s is None
     assert "not known" in tpu_compile.line(row)
+
+
+def test_programs_of_groups() -> None:
+    """Those that prefill run other programs than those that decode, each group on devices of its own."""
+    options = Namespace(models="llama-3.1-8b,llama-3.1-8b-disagg", programs="prefill,take,decode,put")
+    name = "llama-3.1-8b"
+    prefilling = [f"{name}-disagg/{kind}@{group}" for kind in ("prefill", "take") for group in range(3)]
+    expected = {
+        f"{name}/prefill",
+        f"{name}/decode",
+        *prefilling,
+        *(f"{name}-disagg/{k}@3" for k in ("decode", "put")),
+    }
+    assert set(tpu_compile.labels(options)) == expected
+    assert tpu_compile.mesh_of(MODELS[f"{name}-disagg"], group=3).size == 2
+    options = Namespace(layers=1, layouts="default", dump=None)
+    row = tpu_compile.run_here(f"{name}-disagg/put@3", SMALL, options, can_compile=False)
+    assert (row.fault, row.program) == ("", "put@3")
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b"])

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from hex_llm.execution import programs
 from hex_llm.execution.adapters import AdapterLayout
@@ -42,7 +42,7 @@ from hex_llm.execution.batch import StepShape
 from hex_llm.execution.programs import ProgramSpec
 from hex_llm.execution.weight_plan import plan_weights
 from hex_llm.models.spec import ModelSpec
-from hex_llm.parallel.shardings import abstract_mesh
+from hex_llm.parallel.shardings import abstract_mesh, group_meshes
 from hex_llm.planning.compile import (
     DTYPE,
     Sizes,
@@ -52,6 +52,7 @@ from hex_llm.planning.compile import (
     described_weights,
     held,
     step_shapes,
+    topology_devices,
     topology_mesh,
     tpu_kernels,
 )
@@ -313,14 +314,25 @@ def one_line(text: str) -> str:
 # ---- where it runs
 
 
-def mesh_of(model: Model) -> AbstractMesh:
-    return abstract_mesh(math.prod(model.sides), model.chip.kind)
+def mesh_of(model: Model, group: int = 0, can_compile: bool = False) -> Mesh | AbstractMesh:
+    """Of those that its slice is divided into, as engine/loading.py divides it."""
+    if not can_compile:
+        return abstract_mesh(model.num_chips, model.chip.kind)
+    if model.disagg_topo is None:
+        return topology_mesh(model.slice)
+    return group_meshes(model.num_chips, sum(model.disagg_topo), topology_devices(model.slice))[group]
 
 
 def labels(options: argparse.Namespace) -> list[str]:
-    """Of the programs that are asked for: model/program, and parts/name."""
+    """Of the programs that are asked for: model/program, of a group model/program@group, and parts/name."""
     kinds, model = options.programs.split(","), next(iter(MODELS.values()))
-    found = [f"{name}/{kind}" for kind in kinds if kind != "parts" for name in options.models.split(",")]
+    found = [
+        f"{name}/{program}"
+        for kind in kinds
+        if kind != "parts"
+        for name in options.models.split(",")
+        for program in MODELS[name].programs(kind)
+    ]
     known = parts(mesh_of(model), model.chip.kind) if "parts" in kinds else ()
     return found + [f"parts/{name}" for name in known]
 
@@ -328,7 +340,8 @@ def labels(options: argparse.Namespace) -> list[str]:
 def job_of(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: bool) -> Job:
     name, kind = label.split("/", 1)
     model = MODELS[name] if name in MODELS else next(iter(MODELS.values()))  # whose slice parts are on
-    mesh = topology_mesh(model.slice) if can_compile else mesh_of(model)
+    shape, _, group = kind.partition("@")
+    mesh = mesh_of(model, int(group or 0), can_compile)
     chip = (model.chip.hbm, model.chip.clock)
     if name == "parts":
         program, row = Program(parts(mesh, model.chip.kind)[kind]), Row(kind, "part", 0.0, 0.0, *chip)
@@ -341,10 +354,10 @@ def job_of(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: b
     weights = described_weights(planned, mesh, model.chip.kind)
     found = described(context_of(spec, mesh, model.chip.kind, sizes), weights, sizes)
     pages = found["decode"].arguments[1]
-    floor = floors(spec, weights, pages, sizes, model.chip)[kind]
+    floor = floors(spec, weights, pages, sizes, model.chip)[shape]
     shown = f"{name} ×{mesh.size} {model.slice}" + (f", {len(spec.layers)} layers" if options.layers else "")
     row = Row(shown, kind, local_bytes(weights), local_bytes(pages), *chip, floor)
-    return Job(label, found[kind], row, options.layouts, options.dump)
+    return Job(label, found[shape], row, options.layouts, options.dump)
 
 
 def run_here(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: bool) -> Row:
@@ -388,7 +401,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
     parser.add_argument(
-        "--programs", default="decode,adapted,prefill,logits,choice,parts", help="which of these"
+        "--programs", default="decode,adapted,prefill,logits,choice,take,put,parts", help="which of these"
     )
     parser.add_argument("--layers", type=int, help="only so many of each model, for a quick try")
     parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once")

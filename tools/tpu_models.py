@@ -66,6 +66,28 @@ QWEN3_30B = _config("Qwen3Moe", 48, 2048, 6144, 32, 151936, num_key_value_heads=
 GEMMA_3_27B = _config(
     "Gemma3", 62, 5376, 21504, 32, 262208, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168
 )
+GEMMA_4 = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "max_position_embeddings": 262144,
+}
+GEMMA_4_31B = _config(
+    "Gemma4", 60, 5376, 21504, 32, 262144, num_key_value_heads=16, num_global_key_value_heads=4, **GEMMA_4
+)
+GEMMA_4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
+GEMMA_4_26B = _config(
+    "Gemma4", 30, 2816, 2112, 16, 262144, num_global_key_value_heads=2, **GEMMA_4, **GEMMA_4_EXPERTS
+)
 GPT_OSS_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -81,12 +103,13 @@ AWQ = Form(4, group=128, has_offsets=True)
 
 
 class Model(NamedTuple):
-    """A model on a slice; all its chips hold a part of it."""
+    """A model on a slice; all its chips hold a part of it, or all those of each group."""
 
     config: dict[str, Any]
     slice: str
     rounded_to: Form | None = None  # None: bfloat16
     context: int | None = None  # of a decoded sequence, where there is no room for what is asked for
+    disagg_topo: tuple[int, int] | None = None  # groups that prefill and that decode
 
     @property
     def chip(self) -> Chip:
@@ -96,9 +119,23 @@ class Model(NamedTuple):
     def sides(self) -> tuple[int, ...]:
         return tuple(int(n) for n in self.slice.partition(":")[2].split("x"))
 
+    @property
+    def num_chips(self) -> int:
+        """That hold the model together."""
+        return math.prod(self.sides) // sum(self.disagg_topo or (1,))
+
+    def programs(self, kind: str) -> list[str]:
+        """One for each group that runs it; blocks are taken where prompts are prefilled."""
+        if self.disagg_topo is None:
+            return [] if kind in ("take", "put") else [kind]
+        prefilling, decoding = self.disagg_topo
+        is_first = kind in ("prefill", "take")
+        groups = range(prefilling) if is_first else range(prefilling, prefilling + decoding)
+        return [f"{kind}@{group}" for group in groups]
+
     def spec(self, max_len: int, num_layers: int | None) -> ModelSpec:
         spec = model_spec(self.config, max_model_len=max_len)
-        return replace(spec, layers=spec.layers[:num_layers]).split_over(math.prod(self.sides))
+        return replace(spec, layers=spec.layers[:num_layers]).split_over(self.num_chips)
 
 
 MODELS = {
@@ -112,6 +149,10 @@ MODELS = {
     "qwen3-0.6b": Model(QWEN3_06B, "v5e:2x2"),
     "qwen3-30b-a3b": Model(QWEN3_30B, "v5e:2x4"),
     "gemma-3-27b": Model(GEMMA_3_27B, "v5e:2x4"),
+    "gemma-4-31b": Model(GEMMA_4_31B, "v6e:2x4"),
+    "gemma-4-26b-a4b": Model(GEMMA_4_26B, "v6e:2x2"),
     "gpt-oss-20b": Model(GPT_OSS_20B, "v5e:2x2"),
     "gpt-oss-120b": Model(GPT_OSS_120B, "v6e:2x4"),  # as bfloat16
+    "llama-3.1-8b-disagg": Model(LLAMA_8B, "v5e:2x4", disagg_topo=(3, 1)),
+    "llama-3.1-70b-awq-disagg": Model(LLAMA_70B, "v5e:4x4", AWQ, context=768, disagg_topo=(3, 1)),
 }

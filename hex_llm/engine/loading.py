@@ -36,7 +36,7 @@ from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.hosts import connect, devices_of, join, least, link
 from hex_llm.parallel.links import Leader
-from hex_llm.parallel.shardings import make_mesh
+from hex_llm.parallel.shardings import group_meshes, make_mesh
 from hex_llm.scheduling.limits import StepLimits
 from hex_llm.text.grammar import GrammarFactory
 from hex_llm.text.tokenizer import Tokenizer
@@ -144,8 +144,7 @@ def build_groups(
     meanwhile."""
     assert config.disagg_topo is not None
     size, num_prefilling = config.tensor_parallel_size, int(config.disagg_topo.split(",")[0])
-    devices = list(make_mesh((config.num_groups - len(groups)) * size).devices.flat)
-    here = [build(make_mesh(size, devices[i : i + size])) for i in range(0, len(devices), size)]
+    here = [build(mesh) for mesh in group_meshes(size, config.num_groups - len(groups))]
     first = here[0][0]
     facts = {**facts_of(config, files), **facts_of_pages(first)}
     elsewhere = [remote_runner(first, facts, group) for group in groups]

@@ -19,21 +19,33 @@ PAGES = P(None, None, TP)  # the KV heads of all arrays of kernels/attention.py:
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """One replica's devices in a row; refuses more than there are."""
+    chosen = _first(tensor_parallel_size, devices)
+    return jax.make_mesh((tensor_parallel_size,), (TP,), (AxisType.Auto,), devices=chosen)
+
+
+def group_meshes(
+    tensor_parallel_size: int, num_groups: int, devices: Sequence[jax.Device] | None = None
+) -> list[Mesh]:
+    """In the order in which devices are listed, which is that of a slice's rows: parts of the ring that
+    make_mesh lays through all of them would not be rectangles, and JAX refuses those."""
+    size = tensor_parallel_size
+    chosen = _first(num_groups * size, devices)
+    return [make_mesh(size, chosen[i : i + size]) for i in range(0, len(chosen), size)]
+
+
+def _first(num: int, devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]:
     devices = jax.devices() if devices is None else devices
-    if tensor_parallel_size > len(devices):
+    if num > len(devices):
         hint = (
-            "; for virtual CPU devices set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size}"
+            f"; for virtual CPU devices set XLA_FLAGS=--xla_force_host_platform_device_count={num}"
             if devices[0].platform == "cpu"
             else ""
         )
         raise ConfigError(
-            f"--tensor_parallel_size={tensor_parallel_size}: only {len(devices)} "
+            f"--tensor_parallel_size={num}: only {len(devices)} "
             f"{devices[0].platform} device(s) are available{hint}"
         )
-    return jax.make_mesh(
-        (tensor_parallel_size,), (TP,), (AxisType.Auto,), devices=devices[:tensor_parallel_size]
-    )
+    return devices[:num]
 
 
 def abstract_mesh(num_devices: int, tpu: str | None = None) -> AbstractMesh:

@@ -116,11 +116,15 @@ def context_of(spec: ModelSpec, mesh: Any, kind: str, sizes: Sizes) -> programs.
     return programs.ProgramContext(spec, mesh, layout, num_choices(sizes.batch), attend, split_moe)
 
 
-def topology_mesh(name: str) -> Mesh:
-    """A slice such as v5e:4x4 as the TPU compiler describes it; raises where there is none."""
+def topology_devices(name: str) -> list[jax.Device]:
+    """Of a slice such as v5e:4x4 as the TPU compiler describes it; raises where there is none."""
     for variable, value in NO_TPU.items():
         os.environ.setdefault(variable, value)
-    devices = topologies.get_topology_desc(name, "tpu").devices
+    return topologies.get_topology_desc(name, "tpu").devices
+
+
+def topology_mesh(name: str) -> Mesh:
+    devices = topology_devices(name)
     return make_mesh(len(devices), devices)
 
 

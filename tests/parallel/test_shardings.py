@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 from hex_llm import LLM
@@ -13,6 +15,7 @@ from hex_llm.errors import ConfigError
 from hex_llm.execution.batch import StepShape
 from hex_llm.execution.programs import Logits
 from hex_llm.models.spec import Heads, ModelSpec
+from hex_llm.parallel.shardings import group_meshes
 from tests.tiny import LLAMA4, MOE, Tiny
 
 NUM_LAYERS = 4
@@ -74,3 +77,28 @@ def test_layers_with_heads_of_their_own_are_divided_for_themselves() -> None:
     assert split.layers[1].heads == Heads(8, 4, 32, kv_repeat=4, num_stored=6)
     with pytest.raises(ConfigError, match="over 1, 2, 4, 6 devices"):
         whole.split_over(8)
+
+
+class Chip:
+    """One of a v5e slice, as JAX describes it to who lays a mesh through them."""
+
+    platform, device_kind, process_index, core_on_chip = "tpu", "TPU v5 lite", 0, 0
+
+    def __init__(self, x: int, y: int) -> None:
+        self.coords = (x, y, 0)
+
+
+@pytest.mark.parametrize(("width", "height", "size"), [(2, 2, 1), (2, 4, 2), (2, 4, 4), (4, 4, 4), (4, 4, 8)])
+def test_groups_of_chips_are_rectangles(width: int, height: int, size: int) -> None:
+    """JAX lays no mesh through others, and chips are together with their neighbours."""
+    chips: Any = [Chip(x, y) for y in range(height) for x in range(width)]
+    meshes = group_meshes(size, len(chips) // size, chips)
+    for mesh in meshes:
+        xs, ys = ({chip.coords[axis] for chip in mesh.devices.flat} for axis in range(2))
+        assert (max(xs) - min(xs) + 1) * (max(ys) - min(ys) + 1) == mesh.size == size
+    assert {chip for mesh in meshes for chip in mesh.devices.flat} == set(chips)
+
+
+def test_more_groups_than_there_are_devices_for() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=32: only .* are available"):
+        group_meshes(8, 4, jax.devices())
