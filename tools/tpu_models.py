@@ -134,8 +134,9 @@ class Model(NamedTuple):
         return [f"{kind}@{group}" for group in groups]
 
     def spec(self, max_len: int, num_layers: int | None) -> ModelSpec:
+        """With the last layers alone, if so many are asked for: the last has no window in any family."""
         spec = model_spec(self.config, max_model_len=max_len)
-        return replace(spec, layers=spec.layers[:num_layers]).split_over(self.num_chips)
+        return replace(spec, layers=spec.layers[-(num_layers or 0) :]).split_over(self.num_chips)
 
 
 MODELS = {

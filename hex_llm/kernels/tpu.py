@@ -21,7 +21,6 @@ from jax.experimental.pallas import cdiv
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from hex_llm.kernels.attention import Batch, Mask, Options, first_key
-from hex_llm.kernels.reference import write_kv
 from hex_llm.kernels.tpu_sinks import LANES, attention_with_sinks
 
 TABLE_BYTES = 1 << 19  # the kernel copies the block tables to scalar memory, of which there is 1 MiB
@@ -98,12 +97,17 @@ def _mixed(q: Array, pages: Array, batch: Batch, options: Options) -> Array:
 
 
 def _write(k: Array, v: Array, pages: Array, slots: Array) -> Any:
-    """k, v [T, K, H] into pages [N * A, block, K / A, 2, H]."""
+    """k, v [T, K, H] into pages [N * A, block, K / A, 2, H], as rows of which each key is 2 K / A: as long as
+    keys and values are an axis of their own, XLA writes many keys with this axis before that of the heads,
+    if a chip has four, and so copies all pages, there and back."""
     block_size, together = pages.shape[1:3]
     whole = _pages_of((slots // block_size)[:, None], k.shape[1] // together)  # [T, A, 1]
     slots = (whole[..., 0] * block_size + (slots % block_size)[:, None]).reshape(-1)
-    k, v = (x.reshape(len(slots), together, -1) for x in (k, v))
-    return write_kv(k, v, pages, slots)
+    kv = jnp.stack([k, v], axis=2).reshape(len(slots), 2 * together, -1)
+    if len(slots) == 1:  # see reference.write_kv
+        kv, slots = jnp.tile(kv, (2, 1, 1)), jnp.tile(slots, 2)
+    rows = pages.reshape(-1, *kv.shape[1:])
+    return rows.at[slots].set(kv.astype(rows.dtype)).reshape(pages.shape)
 
 
 def _decode(q: Array, pages: Array, positions: Array, tables: Array, num: Array, options: Options) -> Array:
