@@ -72,9 +72,9 @@ def followers() -> list[psutil.Process]:
     ]
 
 
-@pytest.mark.parametrize("flag", ["--tensor_parallel_size=2", "--data_parallel_size=2"])
+@pytest.mark.parametrize("flag", ["--tensor_parallel_size=2", "--data_parallel_size=2", "--disagg_topo=1,1"])
 def test_two_nodes_serve_and_a_lost_actor_comes_back(cluster: Any, tmp_path: Path, flag: str) -> None:
-    """One replica over both, or one on each."""
+    """One replica over both, one on each, or one of which the one prefills and the other decodes."""
     expected = greedy_tokens(TINY.save(tmp_path), PROMPT, 16)
     port = free_port()
     server = start(cluster, tmp_path, port, flag)
