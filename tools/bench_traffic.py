@@ -78,10 +78,11 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def flags_of(load: Load, seed: int) -> list[str]:
+def flags_of(load: Load, seed: int, scale: float) -> list[str]:
     flags = ["--backend=vllm", "--model=m", f"--dataset-name={load.dataset}", f"--request-rate={load.rate}"]
     flags += [f"--num-prompts={round(load.rate * load.seconds)}", "--ignore-eos", "--temperature=0"]
-    return [*flags, "--metric-percentiles=50,90,99", "--percentile-metrics=ttft,tpot,itl", f"--seed={seed}"]
+    flags += ["--metric-percentiles=50,90,99", "--percentile-metrics=ttft,tpot,itl"]
+    return [*flags, f"--seed={seed}", f"--length-scale={scale}"]
 
 
 def bench(words: list[str], *flags: str) -> bool:
@@ -97,7 +98,7 @@ def bench(words: list[str], *flags: str) -> bool:
 
 def run(url: str, name: str, options: argparse.Namespace) -> None:
     file = f"{options.system}-{name}.json"
-    flags = [*flags_of(LOADS[name], options.seed), f"--length-scale={options.scale}"]
+    flags = flags_of(LOADS[name], options.seed, options.scale)
     saved = ["--save-result", f"--result-dir={options.save}", f"--result-filename={file}"]
     if not bench(["serve"], f"--base-url={url}", *flags, *saved):
         return
@@ -116,7 +117,7 @@ def run_both(urls: list[str], names: list[str], options: argparse.Namespace) -> 
     """vLLM is A, we are B."""
     for i, name in enumerate(names):
         print(f"== {name}", flush=True)
-        flags = [*flags_of(LOADS[name], options.seed + i), f"--length-scale={options.scale}"]
+        flags = flags_of(LOADS[name], options.seed + i, options.scale)
         bench(["compare", *urls], f"--rounds={options.rounds}", *flags)
 
 
@@ -126,9 +127,9 @@ def run_clients(url: str, model: Path, options: argparse.Namespace) -> None:
     rate = ["--request-rate=20", "--num-prompts=300", "--seed=1", "--temperature=0"]
     metrics = ["--percentile-metrics=ttft,tpot,itl,e2el", "--metric-percentiles=50,90,99"]
     flags = [f"--base-url={url}", "--backend=vllm", "--model=m", *lengths, *rate, *metrics]
-    theirs = [sys.executable, "-m", "vllm.entrypoints.cli.main", f"--tokenizer={model}", "--disable-tqdm"]
-    theirs[3:3] = ["bench", "serve"]
-    ours = [sys.executable, "-m", "hex_llm.cli", "bench", "serve", "--disable-tqdm"]
+    flags += ["--disable-tqdm"]
+    ours = [sys.executable, "-m", "hex_llm.cli", "bench", "serve"]
+    theirs = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", f"--tokenizer={model}"]
     for name, line in [("ours", ours), ("vLLM's", theirs)] * 2:
         path = options.path if line is theirs else os.environ.get("PYTHONPATH", "")
         told, full = {**os.environ, "PYTHONPATH": path}, [*line, *flags]
@@ -156,6 +157,8 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    if options.clients and options.system == "vllm":
+        parser.error("--clients measure our server")
     names = options.loads or STANDARD
     systems = ["ours", "vllm"] if options.system == "both" else [options.system]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as threads, ExitStack() as stack:

@@ -55,15 +55,18 @@ def paged_attention(
 
 
 def write_kv(k: Array, v: Array, pages: KVPages, slots: Array) -> KVPages:
-    kv = jnp.stack([k, v], axis=2)  # [T, K, 2, H]
-    if len(slots) == 1:  # of a single row XLA makes an update that copies all pages, so write it twice
-        kv, slots = jnp.tile(kv, (2, 1, 1, 1)), jnp.tile(slots, 2)
+    kv, slots = several(jnp.stack([k, v], axis=2), slots)  # [T, K, 2, H]
     block, place = jnp.divmod(slots, pages.shape[1])
     if not isinstance(pages, QuantizedPages):
         return pages.at[block, place].set(kv.astype(pages.dtype))
     words, scales = quantized(jnp.split(kv, 2, axis=-1), pages.dtype)
     words = pages.words.at[block, place].set(words)
     return replace(pages, words=words, scales=pages.scales.at[block, :, :, place].set(scales.swapaxes(1, 2)))
+
+
+def several(rows: Array, slots: Array) -> tuple[Array, Array]:
+    """To be written. Of a single row XLA makes an update that copies all pages, so it is written twice."""
+    return (jnp.repeat(rows, 2, axis=0), jnp.repeat(slots, 2)) if len(slots) == 1 else (rows, slots)
 
 
 def _decode(q: Array, positions: Array, pages: KVPages, tables: Array, options: Options) -> Array:

@@ -21,6 +21,7 @@ from jax.experimental.pallas import cdiv
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from hex_llm.kernels.attention import Batch, Mask, Options, first_key
+from hex_llm.kernels.reference import several
 from hex_llm.kernels.tpu_sinks import LANES, attention_with_sinks
 
 TABLE_BYTES = 1 << 19  # the kernel copies the block tables to scalar memory, of which there is 1 MiB
@@ -103,9 +104,7 @@ def _write(k: Array, v: Array, pages: Array, slots: Array) -> Any:
     block_size, together = pages.shape[1:3]
     whole = _pages_of((slots // block_size)[:, None], k.shape[1] // together)  # [T, A, 1]
     slots = (whole[..., 0] * block_size + (slots % block_size)[:, None]).reshape(-1)
-    kv = jnp.stack([k, v], axis=2).reshape(len(slots), 2 * together, -1)
-    if len(slots) == 1:  # see reference.write_kv
-        kv, slots = jnp.tile(kv, (2, 1, 1)), jnp.tile(slots, 2)
+    kv, slots = several(jnp.stack([k, v], axis=2).reshape(len(slots), 2 * together, -1), slots)
     rows = pages.reshape(-1, *kv.shape[1:])
     return rows.at[slots].set(kv.astype(rows.dtype)).reshape(pages.shape)
 
