@@ -202,7 +202,7 @@ def test_both_searches_for_a_border_agree(vocab: int) -> None:
     ],
 )
 def test_draws_follow_the_distribution(want: dict[str, Any]) -> None:
-    vocab, draws = 150, 20_000
+    vocab, draws = 150, 50_000
     slots = slots_of(1, vocab)
     logits = logits_of(1, vocab, spread=1.5)
     expected = np.asarray(distribution(logits, rows_of([want]), slots), np.float64)[0] * draws
@@ -216,7 +216,7 @@ def test_draws_follow_the_distribution(want: dict[str, Any]) -> None:
 
 def test_positions_draw_independently() -> None:
     """One seed, many positions: as good as many seeds."""
-    vocab, draws = 150, 20_000
+    vocab, draws = 150, 50_000
     logits = logits_of(1, vocab, spread=1.0)
     expected = np.asarray(jax.nn.softmax(logits), np.float64)[0] * draws
     wants = [{"temperature": 1.0, "num_tokens": n} for n in range(1, draws + 1)]
@@ -328,7 +328,7 @@ def test_equal_logits_stay_together() -> None:
 
 
 def test_improbable_tokens_are_never_drawn() -> None:
-    vocab, draws = 150, 20_000
+    vocab, draws = 150, 50_000
     logits = jnp.where(jnp.arange(vocab) % 3 == 1, -jnp.inf, jnp.zeros(vocab))
     rows = rows_of([{"temperature": 1.0}] * draws)
     token_ids = chosen(jnp.tile(logits, (draws, 1)), rows, slots_of(draws, vocab)).token_ids
