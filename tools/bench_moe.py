@@ -4,18 +4,20 @@ Bytes are the weights of the experts that somebody chose, operations those of th
 expert. Experts are chosen at random. Calls follow one another in one program, as layers do; one layer's
 weights are many times the cache.
 
-    python tools/bench_moe.py [check] [speed] [sweep] [--models mixtral,scout] [--tokens 1,8,64,256,2048,8192]
+    python -m tools.bench_moe [check] [speed] [sweep] [--models mixtral,scout] [--tokens 1,8,64,256,2048,8192]
+        [--quantized int4|int8|e2m1]
 
-`speed` also times all experts for all tokens; `sweep` a list of tilings for each of the two products on its
-own.
+`speed` also times all experts for all tokens, unless they are quantized; `sweep` a list of tilings for each
+of the two products on its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +29,10 @@ import numpy as np
 from hex_llm.kernels import experts, gpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Product, Tiling
+from hex_llm.kernels.gpu_quantized import QuantizedWords, to_words
+from hex_llm.models.linear import Dense
+from hex_llm.models.params import Rounding
+from hex_llm.models.quantized import quantize
 
 REPEATS = 3
 FEW = (  # (columns, depth, splits, warps, stages) for blocks of few rows
@@ -50,6 +56,19 @@ MANY = (  # (columns, depth, warps, stages, together)
     (256, 64, 8, 4, 16),
 )
 SPLITS = (1, 2, 4, 8)
+WORDS = (  # (columns, warps, stages) for quantized experts
+    (32, 4, 3),
+    (64, 2, 3),
+    (64, 4, 2),
+    (64, 4, 3),
+    (64, 4, 4),
+    (64, 8, 3),
+    (128, 4, 2),
+    (128, 4, 3),
+    (128, 8, 2),
+    (128, 8, 3),
+)
+ROUNDINGS = {"int4": Rounding(4, 128), "int8": Rounding(8, 128), "e2m1": Rounding(4, 32, to_float=True)}
 
 
 class Shape(NamedTuple):
@@ -63,23 +82,39 @@ class Shape(NamedTuple):
         up = normal((self.num, 2, self.width, self.inputs), dtype, 0, self.inputs**-0.5)
         return up, normal((self.num, self.inputs, self.width), dtype, 1, self.width**-0.5)
 
+    def quantized(self, to: Rounding | None) -> tuple[Any, Any]:
+        if to is None:
+            return self.weights()
+        up, down = self.weights()
+        return _words(Dense(up, 3), to), _words(Dense(down, 2), to)
+
     def routes(self, num_tokens: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
         rng = np.random.default_rng(seed)
         chosen = rng.permuted(np.tile(np.arange(self.num), (num_tokens, 1)), axis=1)[:, : self.per_token]
         scores = rng.uniform(0.1, 1, chosen.shape)
         return jnp.array(chosen, jnp.int32), jnp.array(scores, jnp.float32)
 
-    def rate(self, each: float, chosen: jax.Array, part: float = 1.0) -> str:
-        """`part`: of the weights of an expert."""
-        weights = 3 * self.inputs * self.width * part
-        used = len(np.unique(np.asarray(chosen))) * weights * 2 / each / 1e12
-        return f"{each * 1e6:9.1f} us {used:6.2f} TB/s {chosen.size * weights * 2 / each / 1e12:6.0f} TFLOP/s"
+    def rate(self, each: float, chosen: jax.Array, weights: Any, part: float = 1.0) -> str:
+        """`part`: of the operations of an expert."""
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+        used = len(np.unique(np.asarray(chosen))) / self.num * held / each / 1e12
+        operations = 6 * self.inputs * self.width * part * chosen.size
+        return f"{each * 1e6:9.1f} us {used:6.2f} TB/s {operations / each / 1e12:6.0f} TFLOP/s"
 
 
 MODELS = {
     "mixtral": Shape(8, 2, 4096, 14336, scale_input=False),
     "scout": Shape(16, 1, 5120, 8192, scale_input=True),
+    "qwen3": Shape(128, 8, 2048, 768, scale_input=False),
+    "gpt-oss": Shape(32, 4, 2880, 2880, scale_input=False),
 }
+
+
+def _words(dense: Dense, to: Rounding) -> QuantizedWords:
+    matrix = quantize(dense, to._replace(group=math.gcd(to.group, dense.array.shape[-1])))
+    kind: Any = {"bits": matrix.bits, "zero": matrix.zero, "is_e2m1": matrix.is_e2m1}
+    arrays = matrix.unpacked(), matrix.scales, matrix.offsets
+    return to_words(*arrays, num_output_axes=matrix.num_outputs, **kind)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -110,10 +145,12 @@ def calls_of(num_tokens: int) -> int:
     return 16 if num_tokens <= 256 else 4
 
 
-def speed(name: str, tokens: list[int]) -> None:
+def speed(name: str, tokens: list[int], to: Rounding | None) -> None:
     shape = MODELS[name]
-    weights = shape.weights()
+    weights = shape.quantized(to)
     forms: dict[str, RoutedExperts] = {"kernel": gpu_experts.fused_moe, "dense": experts.dense}
+    if to is not None:
+        del forms["dense"]
     for num_tokens in tokens:
         chosen, scores = shape.routes(num_tokens)
         x, calls = normal((num_tokens, shape.inputs), jnp.bfloat16, 2, 1.0), calls_of(num_tokens)
@@ -135,10 +172,13 @@ def speed(name: str, tokens: list[int]) -> None:
                 print(about, program, flush=True)
                 continue
             each = seconds(partial(program, *arguments)) / calls
-            print(about, shape.rate(each, chosen), flush=True)
+            print(about, shape.rate(each, chosen, weights), flush=True)
 
 
-def tilings(rows: int, gated: bool) -> list[Tiling]:
+def tilings(rows: int, gated: bool, is_quantized: bool) -> list[Tiling]:
+    if is_quantized:
+        splits = SPLITS if not gated and rows <= 32 else (1,)
+        return [Tiling(rows, c, 0, 8, s, w, n) for c, w, n in WORDS for s in splits]
     if rows <= 64:
         found = [Tiling(rows, c, d, 8, s, w, n) for c, d, s, w, n in FEW]
         more = SPLITS[1:] if not gated and rows <= 32 else ()
@@ -147,28 +187,31 @@ def tilings(rows: int, gated: bool) -> list[Tiling]:
     return [Tiling(rows, c, d, g, 1, w, n) for c, d, w, n, g in MANY if c * halves <= 256]
 
 
-def sweep(name: str, tokens: list[int]) -> None:
+def sweep(name: str, tokens: list[int], to: Rounding | None) -> None:
     """The fastest tilings of each product, and those that are chosen, marked with *."""
     shape = MODELS[name]
-    up, down = shape.weights()
+    up, down = shape.quantized(to)
     for num_tokens in tokens:
         chosen, _ = shape.routes(num_tokens)
         picked = gpu_experts.up_tiling(chosen, up), gpu_experts.down_tiling(chosen, down)
         sizes = {picked[0].rows, max(picked[0].rows // 2, 16)}
         for gated, own in ((True, picked[0]), (False, picked[1])):
-            tried = sorted({own, *(t for rows in sizes for t in tilings(rows, gated))}, key=str)
-            timed = swept(shape, up if gated else down, num_tokens, gated, tried)
+            tried = sorted(
+                {own, *(t for rows in sizes for t in tilings(rows, gated, to is not None))}, key=str
+            )
+            weight = up if gated else down
+            timed = swept(shape, weight, num_tokens, gated, tried)
             part = 2 / 3 if gated else 1 / 3
             best = sorted(timed.items(), key=lambda one: one[1])[:5]
             for tiling, each in [*best, (own, timed.get(own))]:
                 about = f"{name:8} {num_tokens:5} tokens {'up' if gated else 'down':4}"
                 shown = " ".join(f"{key} {value}" for key, value in vars(tiling).items())
-                rate = "failed" if each is None else shape.rate(each, chosen, part)
+                rate = "failed" if each is None else shape.rate(each, chosen, weight, part)
                 print(about, rate, " *" if tiling == own else "  ", shown, flush=True)
 
 
 def swept(
-    shape: Shape, weight: jax.Array, num_tokens: int, gated: bool, tried: list[Tiling]
+    shape: Shape, weight: Any, num_tokens: int, gated: bool, tried: list[Tiling]
 ) -> dict[Tiling, float]:
     """Seconds of one product for each tiling that compiles."""
     chosen, scores = shape.routes(num_tokens)
@@ -176,10 +219,11 @@ def swept(
     num_pairs, calls = chosen.size, calls_of(num_tokens)
     rows, depth = (num_tokens, shape.inputs) if gated else (num_pairs, shape.width)
     x = normal((rows, depth), jnp.bfloat16, 3, 1.0)
-    matrices = weight.reshape(shape.num, -1, depth)
+    matrices = weight.reshape(shape.num, -1, depth) if isinstance(weight, jax.Array) else weight
 
-    def products(tiling: Tiling, x: jax.Array, pairs: Any, matrices: jax.Array) -> Any:
-        product = Product(shape.per_token, jax.nn.silu if gated else None, True, tiling)
+    def products(tiling: Tiling, x: jax.Array, pairs: Any, matrices: Any) -> Any:
+        gates = ExpertOptions(jax.nn.silu, scale_input=False) if gated else None
+        product = Product(shape.per_token, gates, True, tiling)
         out_shape = (num_pairs, shape.width) if gated else (tiling.splits, num_pairs, shape.inputs)
         dtype = x.dtype if gated else jnp.float32
 
@@ -202,6 +246,17 @@ def swept(
     }
 
 
+def check_quantized(to: Rounding) -> None:
+    """Beside the same experts expanded."""
+    for shape in (Shape(8, 2, 1024, 1792, scale_input=False), Shape(5, 3, 2880, 2880, scale_input=False)):
+        weights = shape.quantized(to)
+        exact = [
+            words.expanded(jnp.float32).reshape(*words.outputs, -1).astype(jnp.bfloat16) for words in weights
+        ]
+        for num_tokens in (1, 8, 64, 300, 2048):
+            print(checked(shape, jnp.bfloat16, num_tokens, weights, exact), flush=True)
+
+
 def check() -> None:
     """Beside all experts in float32; the last shape has weights of more than 4 GiB."""
     for shape in (
@@ -214,24 +269,24 @@ def check() -> None:
         for dtype in (jnp.bfloat16,) if large else (jnp.bfloat16, jnp.float32):
             weights = shape.weights(dtype)
             for num_tokens in (3,) if large else (1, 8, 64, 300, 2048):
-                print(checked(shape, dtype, num_tokens, weights), flush=True)
+                print(checked(shape, dtype, num_tokens, weights, weights), flush=True)
 
 
-def checked(shape: Shape, dtype: Any, num_tokens: int, weights: tuple[jax.Array, jax.Array]) -> str:
+def checked(shape: Shape, dtype: Any, num_tokens: int, weights: Sequence[Any], same: Sequence[Any]) -> str:
     options = ExpertOptions(jax.nn.silu, shape.scale_input)
     fused_moe = jax.jit(partial(gpu_experts.fused_moe, options=options))
     routes = shape.routes(num_tokens)
     x = normal((num_tokens, shape.inputs), dtype, 2, 1.0)
     got = fused_moe(x, *routes, *weights)
     with jax.default_matmul_precision("highest"):
-        exact = [w.astype(jnp.float32) for w in weights]
+        exact = [w.astype(jnp.float32) for w in same]
         wanted = jax.jit(partial(experts.dense, options=options))(x.astype(jnp.float32), *routes, *exact)
     error = jnp.linalg.norm(got.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
     alone = fused_moe(x[:1], *(part[:1] for part in routes), *weights)
-    same = bool(jnp.all(alone == got[:1]))
-    right = bool(error < (2e-6 if dtype == jnp.float32 else 6e-3)) and (same or dtype != jnp.float32)
+    is_same = bool(jnp.all(alone == got[:1]))
+    right = bool(error < (2e-6 if dtype == jnp.float32 else 6e-3)) and (is_same or dtype != jnp.float32)
     verdict = "ok" if right else "WRONG"
-    return f"check {dtype.__name__} {tuple(shape)} {num_tokens}: error {error:.1e}, alone {same} {verdict}"
+    return f"check {dtype.__name__} {tuple(shape)} {num_tokens}: error {error:.1e}, alone {is_same} {verdict}"
 
 
 def main() -> None:
@@ -239,16 +294,17 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["check", "speed"], help="check, speed, sweep")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default="1,8,64,256,2048,8192")
+    parser.add_argument("--quantized", choices=ROUNDINGS, help="instead of bfloat16")
     flags = parser.parse_args()
-    tokens = [int(n) for n in flags.tokens.split(",")]
+    tokens, to = [int(n) for n in flags.tokens.split(",")], ROUNDINGS.get(flags.quantized)
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
     for part in flags.parts:
         start = time.perf_counter()
         if part == "check":
-            check()
+            check() if to is None else check_quantized(to)
         else:
             for name in flags.models.split(","):
-                {"speed": speed, "sweep": sweep}[part](name, tokens)
+                {"speed": speed, "sweep": sweep}[part](name, tokens, to)
         print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
 
 

@@ -50,6 +50,15 @@ LLAMA_8B = {
 QUANTIZED: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "mxfp4": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
 }
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -83,14 +83,14 @@ class Devices(NamedTuple):
 def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     panel_width = _panel_width(spec, devices)
     if panel_width is not None:
-        lay_out = partial(_each_layer, partial(_in_panels, width=panel_width))
+        lay_out = partial(_each_layer, partial(_in_panels, width=panel_width), is_part=_is_panels)
         is_plain = devices.kv_dtype == np.float32
         attend = cpu.paged_attention if is_plain else reference.paged_attention
         max_single = sys.maxsize if is_plain else MAX_SINGLE
         return Kernels(attend, cpu_experts.fused_moe, _whole, max_single, lay_out, _lies_in_panels)
     width = tpu.padded_head_dim if _attends_on_tpu(spec, devices) else _whole
     attend, fused_moe = _attention(spec, devices), _experts(spec, devices)
-    can_multiply = partial(_can_multiply, devices=devices)
+    can_multiply = partial(_can_multiply, spec=spec, devices=devices)
     changes: dict[str, Callable[[Any], Any]] = {"gpu": _for_gpus, "tpu": for_tpus}
     lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part))
     add_adapters = _adapters(spec, devices)
@@ -107,15 +107,15 @@ def page_shapes(spec: ModelSpec, devices: Devices, num_blocks: int) -> list[tupl
     return [(num_blocks, devices.block_size, one.num_kv, 2, width(one.dim)) for one in heads]
 
 
-def _can_multiply(form: Form, routed: bool, devices: Devices) -> bool:
+def _can_multiply(form: Form, routed: bool, spec: ModelSpec, devices: Devices) -> bool:
     """CPUs expand what they multiply; accelerators would be slower for it than with floats."""
-    if devices.platform == "cpu" or routed:
-        return devices.platform == "cpu"
-    if devices.platform == "tpu":
-        return devices.dtype == jnp.bfloat16
-    if form.is_float:
-        return devices.dtype != np.float32
-    return devices.num == 1 and gpu_quantized.can_multiply(form.bits, form.group, devices.dtype)
+    if devices.platform != "gpu":
+        return devices.platform == "cpu" or (devices.dtype == jnp.bfloat16 and not routed)
+    if form.is_float and not form.is_e2m1:
+        return devices.dtype != np.float32 and not routed
+    fits = not routed or gpu_experts.can_fuse(spec.activation, devices.dtype)
+    words = form.bits, form.group, devices.dtype, form.is_e2m1
+    return devices.num == 1 and fits and gpu_quantized.can_multiply(*words)
 
 
 def _for_gpus(part: Any) -> Any:
@@ -127,7 +127,8 @@ def _for_gpus(part: Any) -> Any:
         return Float8(part.codes, part.scales.reshape(*outputs, -1)[..., 0])
     axes = part.num_outputs
     arrays = part.unpacked(), part.scales, part.offsets
-    return gpu_quantized.to_words(*arrays, num_output_axes=axes, bits=part.bits, zero=part.zero)
+    kind: dict[str, Any] = {"bits": part.bits, "zero": part.zero, "is_e2m1": part.is_e2m1}
+    return gpu_quantized.to_words(*arrays, num_output_axes=axes, **kind)
 
 
 def _compiled(function: Callable[[Any], Any], part: Any, lies: NamedSharding) -> Any:
@@ -143,9 +144,9 @@ def for_tpus(part: Any, make: Callable[..., Any] = _compiled, mesh: Any = None) 
     split = NamedSharding(lies.mesh, tpu_quantized.split_of(lies.spec, part.num_outputs))
 
     def columns(part: Quantized) -> tuple[Any, ...]:
-        arrays = part.unpacked(), part.scales, part.offsets
+        arrays = part.whole_numbers(), part.scales, part.offsets
         axes = part.num_outputs
-        return tpu_quantized.columns(*arrays, num_output_axes=axes, bits=part.bits, zero=part.zero)
+        return tpu_quantized.columns(*arrays, num_output_axes=axes, bits=part.number_bits, zero=part.zero)
 
     shapes = [split.shard_shape(array.shape) for array in jax.eval_shape(columns, part)[:2]]
     if not tpu_quantized.can_multiply(*shapes):
@@ -167,23 +168,29 @@ def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:
 
 
 def _lies_in_panels(form: Form, routed: bool) -> bool:
-    if form.is_float or cpu.quantized_panel_width() is None:
+    if cpu.quantized_panel_width() is None or (form.is_float and not form.is_e2m1):
         return False
-    return block_of(form.bits, form.group) is not None
+    return block_of(8 if form.is_e2m1 else form.bits, form.group) is not None
 
 
-def _each_layer(change: Callable[[Any], Any], weights: Weights) -> Weights:
+def _is_matrix(part: Any) -> bool:
+    return isinstance(part, Dense | Quantized)
+
+
+def _is_panels(part: Any) -> bool:
+    """The matrices of experts are divided before they are laid out."""
+    return _is_matrix(part) or (isinstance(part, FeedForward) and part.router is not None)
+
+
+def _each_layer(
+    change: Callable[[Any], Any], weights: Weights, is_part: Callable[[Any], bool] = _is_matrix
+) -> Weights:
     """The layers of the given weights are replaced one by one, so that they are in memory twice only one by
-    one. `change` gets matrices and, whole, experts."""
-    everywhere = partial(jax.tree.map, change, is_leaf=_is_laid_out)
+    one. `change` gets the parts."""
+    everywhere = partial(jax.tree.map, change, is_leaf=is_part)
     for i, layer in enumerate(weights.layers):
         weights.layers[i] = everywhere(layer)
     return replace(weights, embed=everywhere(weights.embed), head=everywhere(weights.head))
-
-
-def _is_laid_out(part: Any) -> bool:
-    is_routed = isinstance(part, FeedForward) and part.router is not None
-    return isinstance(part, Dense | Quantized) or is_routed
 
 
 def _in_panels(part: Any, width: int) -> Any:
@@ -197,7 +204,7 @@ def _in_panels(part: Any, width: int) -> Any:
         return part
     gate_up = tuple(change(one) for one in _by_expert(part.gate_up, lambda array: array.swapaxes(0, 1)))
     down = tuple(change(one) for one in _by_expert(part.down, lambda array: array))
-    shared = jax.tree.map(change, part.shared, is_leaf=_is_laid_out)
+    shared = jax.tree.map(change, part.shared, is_leaf=_is_matrix)
     return replace(part, gate_up=gate_up, down=down, shared=shared)
 
 
@@ -205,11 +212,11 @@ def _quantized_panels(matrix: Quantized) -> QuantizedPanels:
     width = cpu.quantized_panel_width()
     assert width is not None, "quantized matrices were planned for a processor that does not multiply them"
     return to_quantized_panels(
-        matrix.unpacked(),
+        matrix.whole_numbers(),
         matrix.scales,
         matrix.offsets,
         num_output_axes=matrix.num_outputs,
-        bits=matrix.bits,
+        bits=matrix.number_bits,
         zero=matrix.zero,
         width=width,
         turned=matrix.num_outputs == 2,

@@ -63,6 +63,8 @@ def plan_weights(
         wanted = rounded_to._replace(group=math.gcd(rounded_to.group, _last_axis(param, num_devices)))
         if param.axes[0] == "vocab" or not keeps(wanted, routed):
             return matrix
+        if wanted.is_e2m1 and not routed:  # all that files hold so
+            return matrix
         rounding = Rounding(wanted.bits, wanted.group, wanted.is_float)
         return replace(matrix, array=replace(param, rounded_to=rounding))
 
@@ -94,7 +96,8 @@ def _common_form(param: Param, checkpoint: Checkpoint, num_devices: int) -> Form
     """How all its pieces are quantized, with groups as fine as the finest of them; None: not all alike."""
     forms = {form_of(checkpoint.get(piece.name)) for piece in param.pieces}
     kinds = {None if form is None else form._replace(group=0) for form in forms}
-    if len(kinds) > 1 or None in kinds or any(piece.order for piece in param.pieces):
+    turned = any(piece.order and piece.order[-1] != len(piece.order) - 1 for piece in param.pieces)
+    if len(kinds) > 1 or None in kinds or turned:
         return None
     alike = [form for form in forms if form is not None]
     group = math.gcd(_last_axis(param, num_devices), *(form.group for form in alike))
@@ -119,4 +122,4 @@ def _quantized(matrix: Dense, form: Form, checkpoint: Checkpoint, parts: dict[st
 
     offsets = declared("offsets") if form.has_offsets else None
     codes, scales = declared("codes"), declared("scales")
-    return Quantized(codes, scales, offsets, form.bits, form.zero, matrix.num_outputs)
+    return Quantized(codes, scales, offsets, form.bits, form.zero, matrix.num_outputs, form.is_e2m1)

@@ -38,6 +38,16 @@ def whole_numbers(j: int, bits: int, dtype: Any) -> str:
     return f".reg .b32 w, f, one; {shifted} {low} {taken} {summed}"
 
 
+def tiny_floats(j: int) -> str:
+    """The same for floats of 4 bits (e2m1) to bfloat16, twice as large: their bits move to where the lowest
+    exponents of a bfloat16 lie, and a power of two makes up for the offset."""
+    moved = f"shl.b32 f, $1, {6 - 4 * j};" if j < 2 else f"shr.b32 f, $1, {4 * j - 6};"
+    sign = f"shl.b32 w, $1, {12 - 4 * j};" if j < 3 else "mov.b32 w, $1;"
+    joined = f"and.b32 f, f, {twice(0x01C0)}; lop3.b32 f, w, {twice(SIGN)}, f, 0xEA;"
+    factor = f"mov.b32 one, {twice(0x7F00)}; mov.b32 w, {twice(SIGN)};"  # 2**127, -0
+    return f".reg .b32 w, f, one; {moved} {sign} {joined} {factor} fma.rn.bf16x2 f, f, one, w;"
+
+
 def floats(j: int) -> str:
     """The same for float8_e4m3fn to bfloat16: exponent and fraction move to where the last ones of a bfloat16
     lie, and a power of two makes up for the exponents' offsets. There is no NaN."""

@@ -3,11 +3,14 @@
 Pairs lie in the order of their experts. A program takes a block of rows of one expert and a block of columns;
 it finds its expert from where the pairs of each one end. The first product gathers its rows from the tokens,
 and makes of gate and up what goes on; the second puts its rows where their pairs belong. It knows nothing of
-meshes: it sees the width of one device. docs/kernels.md tells why the tilings are as they are.
+meshes: it sees the width of one device. Quantized matrices (gpu_quantized.py) become floats in it, a block of
+their words at a time. docs/kernels.md tells why the tilings are as they are.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.experts import ExpertOptions, by_expert, combined
 from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power, read_tile
+from hex_llm.kernels.gpu_quantized import SLAB, QuantizedWords, read_scales, weights_of
 
 MIN_ROWS, MAX_ROWS = 16, 128
 
@@ -30,7 +34,7 @@ class Tiling:
 
     rows: int  # of a block, all of one expert
     columns: int  # of the result; of gate and up, so many of each
-    depth: int  # of the factors, at a time
+    depth: int  # of the factors, at a time; of quantized ones it is a block of words
     together: int  # blocks of rows that run side by side, so that they share the weights
     splits: int  # programs that share the depth of a tile; 1 where gates are made
     warps: int
@@ -58,18 +62,20 @@ def fused_moe(
     x: Array,
     chosen: Array,
     scores: Array,
-    gate_up: Array,
-    down: Array,
+    gate_up: Array | QuantizedWords,
+    down: Array | QuantizedWords,
     options: ExpertOptions,
     tilings: tuple[Tiling, Tiling] | None = None,
 ) -> Array:
     """See kernels.experts.RoutedExperts. float32 products are exact, and there a row's result does not depend
     on the others of the batch."""
     tilings = tilings or (up_tiling(chosen, gate_up), down_tiling(chosen, down))
-    num_experts, _, width, num_inputs = gate_up.shape
+    num_experts, _, width = _outputs(gate_up)
     num_tokens, per_token = chosen.shape
     pairs = (*by_expert(chosen, num_experts), scores.reshape(-1))
-    both = gate_up.reshape(num_experts, 2 * width, num_inputs)
+    both = gate_up
+    if not isinstance(both, QuantizedWords):
+        both = both.reshape(num_experts, 2 * width, -1)
     bias = None if options.bias is None else options.bias.reshape(num_experts, 2 * width)
     first = Product(per_token, options._replace(bias=None), options.scale_input, tilings[0])
     hidden = multiply(x, *pairs, both, (chosen.size, width), x.dtype, first, bias)
@@ -81,10 +87,16 @@ def fused_moe(
     return combined(parts, num_tokens).astype(x.dtype)
 
 
-def up_tiling(chosen: Array, gate_up: Array) -> Tiling:
+def _outputs(matrix: Array | QuantizedWords) -> tuple[int, ...]:
+    return matrix.outputs if isinstance(matrix, QuantizedWords) else matrix.shape[:-1]
+
+
+def up_tiling(chosen: Array, gate_up: Array | QuantizedWords) -> Tiling:
+    rows = _rows(chosen, gate_up)
+    if isinstance(gate_up, QuantizedWords):
+        return Tiling(rows, columns=64, depth=0, together=8, splits=1, warps=4, stages=3)
     if gate_up.dtype == jnp.float32:  # the same for all batches, so that rows do not depend on their number
         return Tiling(32, columns=32, depth=32, together=8, splits=1, warps=4, stages=2)
-    rows = _rows(chosen, gate_up)
     if rows <= 16:  # bound by the weights: many reads ahead
         return Tiling(rows, columns=32, depth=128, together=8, splits=1, warps=4, stages=4)
     if rows <= 32:
@@ -94,23 +106,26 @@ def up_tiling(chosen: Array, gate_up: Array) -> Tiling:
     return Tiling(rows, columns=128, depth=64, together=16, splits=1, warps=8, stages=4)
 
 
-def down_tiling(chosen: Array, down: Array) -> Tiling:
+def down_tiling(chosen: Array, down: Array | QuantizedWords) -> Tiling:
+    rows, (num_experts, num_columns) = _rows(chosen, down), _outputs(down)
+    blocks = min(chosen.size, num_experts) * pl.cdiv(num_columns, 64)
+    splits = max(min(1024 // blocks, 8), 1) if rows <= 32 else 1  # so that all multiprocessors read
+    if isinstance(down, QuantizedWords):
+        return Tiling(rows, columns=64, depth=0, together=8, splits=splits, warps=4, stages=3)
     if down.dtype == jnp.float32:
         return Tiling(32, columns=32, depth=32, together=8, splits=1, warps=4, stages=2)
-    rows = _rows(chosen, down)
-    blocks = min(chosen.size, len(down)) * pl.cdiv(down.shape[1], 64)
     if rows <= 32:
-        splits = max(min(1024 // blocks, 8), 1)  # so that all multiprocessors read
         return Tiling(rows, columns=64, depth=128, together=8, splits=splits, warps=4, stages=4)
     if rows <= 64:
         return Tiling(rows, columns=128, depth=64, together=8, splits=1, warps=4, stages=4)
     return Tiling(rows, columns=256, depth=64, together=16, splits=1, warps=8, stages=4)
 
 
-def _rows(chosen: Array, weight: Array) -> int:
+def _rows(chosen: Array, weight: Array | QuantizedWords) -> int:
     """Half as many again as an expert has on average: of most experts one block, so that their weights are
     read once."""
-    return min(max(next_power(pl.cdiv(3 * chosen.size, 2 * len(weight))), MIN_ROWS), MAX_ROWS)
+    num_experts = _outputs(weight)[0]
+    return min(max(next_power(pl.cdiv(3 * chosen.size, 2 * num_experts)), MIN_ROWS), MAX_ROWS)
 
 
 def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
@@ -123,7 +138,7 @@ def multiply(
     order: Array,
     ends: Array,
     scores: Array,
-    weight: Array,
+    weight: Array | QuantizedWords,
     out_shape: tuple[int, ...],
     out_dtype: Any,
     product: Product,
@@ -131,12 +146,14 @@ def multiply(
 ) -> Array:
     """With gates: x [T, K], weight [E, 2 * N, K], bias [E, 2 * N] -> [P, N], in the order of experts.
     Without: x [P, K] in that order, weight [E, N, K] -> [splits, P, N], as pairs are numbered."""
-    tiling = product.tiling
-    num_blocks = most_blocks(len(order), len(weight), tiling.rows)
+    tiling, words = product.tiling, weight if isinstance(weight, QuantizedWords) else None
+    num_blocks = most_blocks(len(order), len(ends), tiling.rows)
     grid = (num_blocks * pl.cdiv(out_shape[-1], tiling.columns), tiling.splits)
     out = jax.ShapeDtypeStruct(out_shape, out_dtype)
-    kernel = partial(_multiply_kernel, product=product, num_blocks=num_blocks)
-    return launched(kernel, grid, out, tiling.warps, tiling.stages)(order, ends, scores, x, weight, bias)
+    dots = _dots if words is None else partial(_dots_of_words, matrix=words)
+    kernel = partial(_multiply_kernel, product=product, num_blocks=num_blocks, dots=dots)
+    arrays = weight if words is None else (words.words, words.scales)
+    return launched(kernel, grid, out, tiling.warps, tiling.stages)(order, ends, scores, x, arrays, bias)
 
 
 def _multiply_kernel(
@@ -150,6 +167,7 @@ def _multiply_kernel(
     *,
     product: Product,
     num_blocks: int,
+    dots: Callable[..., list[Array]],
 ) -> None:
     tiling, num_columns = product.tiling, out_ref.shape[-1]
     block, column_block = _tile(num_blocks, pl.cdiv(num_columns, tiling.columns), tiling.together)
@@ -164,13 +182,13 @@ def _multiply_kernel(
         pair = plgpu.load(order_ref.at[place], mask=valid, other=len(order_ref))
         column = column_block * tiling.columns + lax.iota(jnp.int32, tiling.columns)
         # What is not there is read from somewhere else instead, and not stored.
-        here = jnp.minimum(column, num_columns - 1)
+        here = column if num_columns % tiling.columns == 0 else jnp.minimum(column, num_columns - 1)
         if product.gates is None:
             source, matrices = jnp.where(valid, place, start), [here]
         else:
             source = jnp.minimum(lax.div(pair, product.per_token), len(x_ref) - 1)
             matrices = [here, num_columns + here]
-        sums = _dots(x_ref, weight_ref, expert, source, matrices, split, tiling)
+        sums = dots(x_ref, weight_ref, expert, source, matrices, split, tiling)
         if product.scaled:
             scale = plgpu.load(scores_ref.at[pair], mask=valid, other=0)
             sums = [one * scale[:, None] for one in sums]
@@ -212,6 +230,46 @@ def _dots(
     last = jnp.minimum(first + length, pl.cdiv(depth, tiling.depth))
     zeros = [jnp.zeros((tiling.rows, tiling.columns), jnp.float32) for _ in matrices]
     return lax.fori_loop(first, last, add, zeros)
+
+
+def _dots_of_words(
+    x_ref: Any,
+    weight_refs: tuple[Any, Any],  # words [E * N, blocks * SLAB], scales [groups, E * N]
+    expert: Array,
+    rows: Array,
+    matrices: list[Array],
+    split: Array,
+    tiling: Tiling,
+    matrix: QuantizedWords,
+) -> list[Array]:
+    """The same of quantized matrices, whose weights are scaled before they are multiplied."""
+    words_ref, scales_ref = weight_refs
+    per_word, num_inputs = matrix.codes_per_word, matrix.num_inputs
+    num_outputs, num_blocks = math.prod(matrix.outputs[1:]), words_ref.shape[1] // SLAB
+    outputs = [expert * num_outputs + one for one in matrices]
+    together = min(matrix.group // SLAB, per_word)  # slabs of a block that share scales
+
+    def add(block: Array, sums: list[Array]) -> list[Array]:
+        place = block * SLAB + lax.iota(jnp.int32, SLAB)
+        words = [plgpu.load(words_ref.at[index_grid(output, place[None, :])]) for output in outputs]
+        for j in range(per_word):
+            slab = block * per_word + j
+            if j % together == 0:
+                scales = [read_scales(scales_ref, output, slab, matrix) for output in outputs]
+            deep = slab * SLAB + lax.iota(jnp.int32, SLAB)
+            inside = None if num_inputs % (per_word * SLAB) == 0 else deep < num_inputs
+            x = read_tile(x_ref, (), rows, deep, inside).T
+            weights = [
+                weights_of(own, j, matrix, *scale, x.dtype) for own, scale in zip(words, scales, strict=True)
+            ]
+            sums = [one + dot(weight, x) for one, weight in zip(sums, weights, strict=True)]
+        return sums
+
+    length = pl.cdiv(num_blocks, tiling.splits)
+    first = split * length
+    last = jnp.minimum(first + length, num_blocks)
+    zeros = [jnp.zeros((tiling.columns, tiling.rows), jnp.float32) for _ in matrices]
+    return [one.T for one in lax.fori_loop(first, last, add, zeros)]
 
 
 def _tile(num_blocks: int, num_columns: int, together: int) -> tuple[Array, Array]:

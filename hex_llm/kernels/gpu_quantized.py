@@ -23,8 +23,9 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from hex_llm.kernels import gpu_launch
+from hex_llm.kernels.codes import doubled_e2m1
 from hex_llm.kernels.experts import GatedMatrix
-from hex_llm.kernels.gpu_codes import CENTRE, MAGIC, assembled, whole_numbers
+from hex_llm.kernels.gpu_codes import CENTRE, MAGIC, assembled, tiny_floats, whole_numbers
 from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power
 
 SLAB = 32  # inputs that one shift gives
@@ -36,22 +37,27 @@ COLUMNS = 128  # of a program
 WARPS, STAGES = 4, 3
 
 
-def can_multiply(bits: int, group: int, dtype: DTypeLike) -> bool:
+def can_multiply(bits: int, group: int, dtype: DTypeLike, is_e2m1: bool = False) -> bool:
+    if is_e2m1 and jnp.dtype(dtype) != jnp.bfloat16:  # others have too few exponents
+        return False
     return bits in CENTRE and group % SLAB == 0 and jnp.dtype(dtype) in MAGIC
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedWords(GatedMatrix):
-    """A Matrix (models/linear.py) [*outputs, inputs]: a weight is (code - zero point) * scale."""
+    """A Matrix (models/linear.py) [*outputs, inputs]: a weight is (code - zero point) * scale; of floats of 4
+    bits (e2m1), twice the float times the scale."""
 
     words: Any  # uint16 [N, blocks * SLAB]
-    scales: Any  # [groups, N]: float32; or uint32, of float16 each the scale below the zero point
+    # [groups, N]: float32; or uint32, of float16 each the scale below the zero point; or uint8, the exponent
+    scales: Any
     outputs: tuple[int, ...] = field(metadata={"static": True})
     num_inputs: int = field(metadata={"static": True})
     bits: int = field(metadata={"static": True})
     group: int = field(metadata={"static": True})
     zero: int = field(metadata={"static": True})  # where groups have none of their own
+    is_e2m1: bool = field(default=False, metadata={"static": True})
 
     @property
     def codes_per_word(self) -> int:
@@ -76,27 +82,42 @@ class QuantizedWords(GatedMatrix):
     def _expanded(self, words: Array, scales: Array) -> Array:
         shifts = jnp.arange(self.codes_per_word, dtype=jnp.uint16) * self.bits
         codes = words.reshape(len(words), -1, 1, SLAB) >> shifts[:, None] & (2**self.bits - 1)
-        codes = codes.astype(jnp.uint8).view(jnp.int8) if self.bits == 8 else codes
+        codes = self.signed(codes)
         scale, zero = (jnp.asarray(one).T[..., None] for one in self.scale_and_zero(scales))
         values = (codes.astype(jnp.float32).reshape(*scales.T.shape, self.group) - zero) * scale
         return values.reshape(len(words), -1)[:, : self.num_inputs]
+
+    def signed(self, codes: Array) -> Array:
+        """What stands in so many bits, with its sign."""
+        if self.is_e2m1:
+            return doubled_e2m1(codes)
+        return codes.astype(jnp.uint8).view(jnp.int8) if self.bits == 8 else codes
 
     def scale_and_zero(self, scales: Array) -> tuple[Array, Array | int]:
         """float32, of what was read of `scales`."""
         if scales.dtype == jnp.float32:
             return scales, self.zero
+        if self.is_e2m1:
+            return lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32), 0
         halves = ((scales >> shift).astype(jnp.uint16) for shift in (0, WORD))
         scale, zero = (lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) for half in halves)
         return scale, zero
 
 
-@partial(jax.jit, static_argnames=("num_output_axes", "bits", "zero"))
+@partial(jax.jit, static_argnames=("num_output_axes", "bits", "zero", "is_e2m1"))
 def to_words(
-    codes: Array, scales: Array, offsets: Array | None, *, num_output_axes: int, bits: int, zero: int
+    codes: Array,
+    scales: Array,
+    offsets: Array | None,
+    *,
+    num_output_axes: int,
+    bits: int,
+    zero: int,
+    is_e2m1: bool = False,
 ) -> QuantizedWords:
     """codes [*outputs, *inputs], one in each place; scales and offsets for groups along the last axis: a
     weight is (code - zero) * scale + offset. Offsets become zero points, and these and the scales are rounded
-    to float16, which is what files have that were made for GPUs."""
+    to float16, which is what files have that were made for GPUs. The scales of e2m1 are powers of two."""
     outputs = codes.shape[:num_output_axes]
     codes, scales = codes.reshape(math.prod(outputs), -1), scales.reshape(math.prod(outputs), -1)
     num_inputs = codes.shape[1]
@@ -110,12 +131,15 @@ def to_words(
         halves = (jnp.where(is_flat, offsets, scales), zeros)
         low, high = (one.astype(jnp.float16).view(jnp.uint16).astype(jnp.uint32) for one in halves)
         scales = low | high << WORD
+    elif is_e2m1:
+        scales = (lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.uint32) >> 23).astype(jnp.uint8)
     missing = -num_inputs % (per_word * SLAB)
     places = jnp.pad(codes.astype(jnp.uint8), ((0, 0), (0, missing))).reshape(len(codes), -1, per_word, SLAB)
     shifts = jnp.arange(per_word, dtype=jnp.uint16) * bits
     words = jnp.sum(places.astype(jnp.uint16) << shifts[:, None], axis=2, dtype=jnp.uint16)
     scales = jnp.pad(scales, ((0, 0), (0, missing // group))).T
-    return QuantizedWords(words.reshape(len(codes), -1), scales, outputs, num_inputs, bits, group, zero)
+    words = words.reshape(len(codes), -1)
+    return QuantizedWords(words, scales, outputs, num_inputs, bits, group, zero, is_e2m1)
 
 
 @dataclass(frozen=True)
@@ -161,13 +185,6 @@ def _multiply_kernel(
     scaled_sums = tiling.rows <= SCALED_SUMS
     together = min(matrix.group // SLAB, per_word)  # slabs of a block that share scales
 
-    def of_groups(slab_index: Array) -> tuple[Array, Array | None]:
-        """The scales of the outputs, and what a weight is besides (code - CENTRE) * scale; None: nothing."""
-        read = plgpu.load(scales_ref.at[lax.div(slab_index * SLAB, matrix.group), here])
-        scale, zero = matrix.scale_and_zero(read)
-        centre = CENTRE[matrix.bits]
-        return scale, None if zero is centre else (centre - zero) * scale
-
     def read_x(slab_index: Array) -> Array:
         place = slab_index * SLAB + slab
         inside = None
@@ -181,15 +198,15 @@ def _multiply_kernel(
     def add_block(block: Array, total: Array) -> Array:
         words = plgpu.load(words_ref.at[index_grid(here, (block * SLAB + slab)[None, :])])
         for first in range(0, per_word, together):
-            scale, rest = of_groups(block * per_word + first)
+            scale, rest = read_scales(scales_ref, here, block * per_word + first, matrix)
             part, sums = jnp.zeros_like(total), jnp.zeros(tiling.rows, jnp.float32)
             for j in range(first, first + together):
                 x = read_x(block * per_word + j)
                 if scaled_sums:
-                    part += dot(_codes(words, j, matrix.bits, x.dtype), x.T)
+                    part += dot(_numbers(words, j, matrix, x.dtype), x.T)
                     sums += jnp.sum(x.astype(jnp.float32), axis=1)
                 else:
-                    total += dot(_weights(words, j, matrix.bits, scale, rest, x.dtype), x.T)
+                    total += dot(weights_of(words, j, matrix, scale, rest, x.dtype), x.T)
             if scaled_sums:
                 total += scale[:, None] * part
                 if rest is not None:
@@ -207,20 +224,37 @@ def _multiply_kernel(
     plgpu.store(out_ref.at[at], total.T.astype(out_ref.dtype), mask=mask)
 
 
-def _codes(words: Array, j: int, bits: int, dtype: Any) -> Array:
-    """The j-th code of each word, less CENTRE."""
+def read_scales(
+    scales_ref: Any, output: Array, slab: Array, matrix: QuantizedWords
+) -> tuple[Array, Array | None]:
+    """float32 of these outputs and the slab's inputs: the scales, and what a weight is besides its number
+    (see _numbers) times the scale; None: nothing."""
+    read = plgpu.load(scales_ref.at[lax.div(slab * SLAB, matrix.group), output])
+    scale, zero = matrix.scale_and_zero(read)
+    centre = 0 if matrix.is_e2m1 else CENTRE[matrix.bits]
+    return scale, None if zero is centre else (centre - zero) * scale
+
+
+def _numbers(words: Array, j: int, matrix: QuantizedWords, dtype: Any) -> Array:
+    """The j-th code of each word, less CENTRE; of e2m1, twice the float."""
     if gpu_launch.interpreted():
-        codes = words >> (bits * j) & (2**bits - 1)
-        signed = codes.astype(jnp.uint8).view(jnp.int8) if bits == 8 else codes.astype(jnp.int32) - CENTRE[4]
-        return signed.astype(dtype)
-    return assembled(f"{whole_numbers(j, bits, dtype)} mov.b32 $0, f;", dtype, words)
+        codes = matrix.signed(words >> (matrix.bits * j) & (2**matrix.bits - 1))
+        is_centred = matrix.is_e2m1 or matrix.bits == 8
+        return (codes if is_centred else codes.astype(jnp.int32) - CENTRE[4]).astype(dtype)
+    return assembled(f"{_assembly(j, matrix, dtype)} mov.b32 $0, f;", dtype, words)
 
 
-def _weights(words: Array, j: int, bits: int, scale: Array, rest: Array | None, dtype: Any) -> Array:
-    """That code times the scale, and the rest."""
+def weights_of(
+    words: Array, j: int, matrix: QuantizedWords, scale: Array, rest: Array | None, dtype: Any
+) -> Array:
+    """That number times the scale, and the rest."""
     rest = jnp.zeros_like(scale) if rest is None else rest
     each = [jnp.broadcast_to(one.astype(dtype)[:, None], words.shape) for one in (scale, rest)]
     if gpu_launch.interpreted():
-        return _codes(words, j, bits, dtype) * each[0] + each[1]
+        return _numbers(words, j, matrix, dtype) * each[0] + each[1]
     multiplied = f"fma.rn.{MAGIC[dtype][0]} $0, f, $2, $3;"
-    return assembled(f"{whole_numbers(j, bits, dtype)} {multiplied}", dtype, words, *each)
+    return assembled(f"{_assembly(j, matrix, dtype)} {multiplied}", dtype, words, *each)
+
+
+def _assembly(j: int, matrix: QuantizedWords, dtype: Any) -> str:
+    return tiny_floats(j) if matrix.is_e2m1 else whole_numbers(j, matrix.bits, dtype)

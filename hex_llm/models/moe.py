@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from hex_llm.kernels.experts import Activation, ExpertOptions, RoutedExperts
 from hex_llm.models.linear import Dense, linear
 from hex_llm.models.params import FeedForward
+from hex_llm.models.quantized import Quantized
 from hex_llm.models.spec import Experts
 
 
@@ -55,4 +56,4 @@ def moe(
 
 def _given(matrix: Any, dtype: DTypeLike) -> Any:
     """What the kernel takes: an array, or what was laid out for it."""
-    return matrix if isinstance(matrix, tuple) else matrix.expanded(dtype).array
+    return matrix.expanded(dtype).array if isinstance(matrix, Dense | Quantized) else matrix

@@ -1,6 +1,7 @@
 """Matrices of a few bits: numbers with scales and offsets for groups of inputs, and floats of 8 bits.
 
-A weight is (code - zero) * scale + offset. `Quantized` expands itself wherever it is multiplied, so that XLA
+A weight is (code - zero) * scale + offset; of floats of 4 bits, a code is the whole number that is twice the
+float. `Quantized` expands itself wherever it is multiplied, so that XLA
 can run it on anything; kernels of our own take its arrays into theirs (execution/kernel_choice.py).
 """
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from hex_llm.kernels.codes import doubled_e2m1
 from hex_llm.kernels.experts import Activation, GatedMatrix
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Rounding
@@ -33,6 +35,7 @@ class Quantized:
     bits: int = field(default=8, metadata={"static": True})
     zero: int = field(default=0, metadata={"static": True})
     num_outputs: int = field(default=1, metadata={"static": True})  # axes
+    is_e2m1: bool = field(default=False, metadata={"static": True})  # of 4 bits: they are floats
 
     def matmul(self, x: jax.Array) -> jax.Array:
         return self.expanded(x.dtype).matmul(x)
@@ -45,7 +48,7 @@ class Quantized:
         return of_these.expanded(jnp.float32).array
 
     def expanded(self, dtype: DTypeLike) -> Dense:
-        codes, scales = self.unpacked(), self.scales
+        codes, scales = self.whole_numbers(), self.scales
         groups = codes.reshape(*scales.shape, -1).astype(jnp.float32)
         values = (groups - self.zero) * scales[..., None]
         if self.offsets is not None:
@@ -53,11 +56,19 @@ class Quantized:
         return Dense(values.astype(dtype).reshape(codes.shape), self.num_outputs)
 
     def unpacked(self) -> jax.Array:
-        """One code in each place."""
+        """One code in each place, as it is stored."""
         if self.bits == 8:
             return self.codes
         pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1)
         return pairs.reshape(*self.codes.shape[:-1], -1)
+
+    def whole_numbers(self) -> jax.Array:
+        """The same as what is scaled, of `number_bits`."""
+        return doubled_e2m1(self.unpacked()) if self.is_e2m1 else self.unpacked()
+
+    @property
+    def number_bits(self) -> int:
+        return 8 if self.is_e2m1 else self.bits
 
 
 @jax.tree_util.register_dataclass
@@ -92,11 +103,14 @@ def pack(codes: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnames="to")
 def quantize(matrix: Dense, to: Rounding) -> Quantized:
     """The nearest codes: of 8 bits on both sides of zero, of 4 bits between a group's lowest and highest."""
-    if to.to_float:
-        return _to_float8(matrix)
     bits, group = to.bits, to.group
+    if to.to_float and bits == 8:
+        return _to_float8(matrix)
     groups = matrix.array.astype(jnp.float32).reshape(*matrix.array.shape[:-1], -1, group)
-    if bits == 8:
+    if to.to_float:
+        codes, scales = _to_e2m1(groups)
+        offsets = None
+    elif bits == 8:
         scales, offsets = jnp.max(jnp.abs(groups), axis=-1) / 127, None
         codes = _nearest(groups, scales).astype(jnp.int8)
     else:
@@ -104,9 +118,8 @@ def quantize(matrix: Dense, to: Rounding) -> Quantized:
         scales = (highest - offsets) / 15
         codes = _nearest(groups - offsets[..., None], scales).astype(jnp.uint8)
     codes = codes.reshape(matrix.array.shape)
-    return Quantized(
-        codes if bits == 8 else pack(codes), scales, offsets, bits, num_outputs=matrix.num_outputs
-    )
+    packed = codes if bits == 8 else pack(codes)
+    return Quantized(packed, scales, offsets, bits, num_outputs=matrix.num_outputs, is_e2m1=to.to_float)
 
 
 def _to_float8(matrix: Dense) -> Quantized:
@@ -117,6 +130,16 @@ def _to_float8(matrix: Dense) -> Quantized:
     codes = (array / scales).astype(jnp.float8_e4m3fn)
     each = jnp.broadcast_to(scales, (*array.shape[:-1], 1))
     return Quantized(codes, each, num_outputs=matrix.num_outputs)
+
+
+def _to_e2m1(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Codes, and a power of two for each group: its largest gets the largest exponent."""
+    peaks = jnp.max(jnp.abs(groups), axis=-1)
+    scales = jnp.exp2(jnp.floor(jnp.log2(jnp.where(peaks == 0, 1, peaks))) - 2)
+    sizes = jnp.abs(groups) / scales[..., None]
+    wide = jnp.where(sizes < 4, jnp.round(sizes) + 2, jnp.round(sizes / 2) + 4)
+    codes = jnp.minimum(jnp.where(sizes < 2, jnp.round(2 * sizes), wide), 7).astype(jnp.uint8)
+    return codes | jnp.where(groups < 0, 8, 0).astype(jnp.uint8), scales / 2
 
 
 def _nearest(groups: jax.Array, scales: jax.Array) -> jax.Array:

@@ -104,7 +104,10 @@ class Footprint:
     @property
     def has_float8(self) -> bool:
         params = declared(self.plan.weights.weights)
-        return any(one.dtype == FLOAT8 or (one.rounded_to and one.rounded_to.to_float) for one in params)
+        rounded = [one.rounded_to for one in params if one.rounded_to is not None]
+        return any(one.dtype == FLOAT8 for one in params) or any(
+            to.to_float and to.bits == 8 for to in rounded
+        )
 
     def kv_tokens(self, room: float) -> int:
         """That so many bytes hold; not more than the engine would make room for."""

@@ -13,14 +13,11 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from hex_llm.weights.grouped import Form
+from hex_llm.weights.grouped import E2M1, Form
 
 Array = np.ndarray[Any, Any]
 
 _AT_ONCE = 1 << 17  # values that are made of codes: the temporaries then stay in the cache
-
-
-_DOUBLED_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 class Blocks(NamedTuple):
@@ -66,9 +63,8 @@ def _q8_0(raw: Array) -> Blocks:
 
 
 def _mxfp4(raw: Array) -> Blocks:
-    """An exponent, and floats of 4 bits: whole numbers, once they are doubled."""
-    scale = np.ldexp(np.float32(0.5), raw[:, :1].astype(np.int32) - 127)
-    return Blocks(_DOUBLED_E2M1.take(_nibbles(raw[:, 1:], 16)), scale)
+    """An exponent, and floats of 4 bits."""
+    return Blocks(_nibbles(raw[:, 1:], 16), np.ldexp(np.float32(0.5), raw[:, :1].astype(np.int32) - 127))
 
 
 def _k_scales(raw: Array) -> tuple[Array, Array, Array]:
@@ -119,6 +115,7 @@ class Format(NamedTuple):
         for i in range(0, len(blocks), step):
             codes, scales, offsets = self.take_apart(blocks[i : i + step])
             part = out[i : i + step]
+            codes = E2M1.take(codes) if self.form.is_e2m1 else codes
             np.subtract(codes.reshape(part.shape), np.float32(self.form.zero), out=part)
             part *= scales[..., None]
             if offsets is not None:
@@ -139,5 +136,5 @@ FORMATS = {
     13: Format("Q5_K", 256, 176, _F32, Form(8, 32, has_offsets=True), _q5_k),
     14: Format("Q6_K", 256, 210, _F32, Form(8, 16), _q6_k),
     30: Format("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
-    39: Format("MXFP4", 32, 17, _F32, Form(8, 32), _mxfp4),
+    39: Format("MXFP4", 32, 17, _F32, Form(4, 32, is_float=True), _mxfp4),
 }

@@ -22,13 +22,23 @@ class Form(NamedTuple):
     group: int  # so many inputs share a scale and an offset
     zero: int = 0
     has_offsets: bool = False
-    is_float: bool = False  # codes are float8_e4m3fn, and all inputs of an output share its scale
+    # Codes of 8 bits are float8_e4m3fn, and all inputs of an output share its scale; of 4 bits they are e2m1,
+    # and what is scaled is twice the float, a whole number.
+    is_float: bool = False
+
+    @property
+    def is_e2m1(self) -> bool:
+        return self.is_float and self.bits == 4
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        if self.is_float:
-            return np.dtype(ml_dtypes.float8_e4m3fn)
-        return np.dtype(np.uint8 if self.bits == 4 else np.int8)
+        if self.bits == 4:
+            return np.dtype(np.uint8)
+        return np.dtype(ml_dtypes.float8_e4m3fn if self.is_float else np.int8)
+
+
+# The whole numbers that e2m1 floats are twice of.
+E2M1 = 2 * np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 
 PartName = Literal["codes", "scales", "offsets"]

@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import ml_dtypes
 import numpy as np
 
 from hex_llm.errors import ModelError
 from hex_llm.weights.checkpoint import Slices, bounded
-from hex_llm.weights.grouped import Form, PartName
+from hex_llm.weights.grouped import E2M1, Form, PartName
 from hex_llm.weights.safetensors import INTEGERS, SafeTensor
 
 Array = np.ndarray[Any, Any]
 F32 = np.dtype(np.float32)
-E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(F32)
 
 
 class Grid(Protocol):
@@ -99,7 +97,7 @@ class Nested:
 @dataclass(frozen=True)
 class QuantizedTensor:
     """A matrix [outputs, inputs] of a quantized checkpoint; see checkpoint.Tensor. The value of a code with
-    scale s and zero point z is (code - z) * s * unit, or table[code] * s."""
+    scale s and zero point z is (code - z) * s * unit, or table[code] * s * unit."""
 
     name: str
     shape: tuple[int, int]
@@ -134,8 +132,10 @@ class QuantizedTensor:
 
     @property
     def form(self) -> Form | None:
-        """See grouped.GroupedTensor. None: codes of a table, groups that are not in order, or floats with
-        several scales for an output."""
+        """See grouped.GroupedTensor. None: codes of another table than E2M1, groups that are not in order, or
+        floats of 8 bits with several scales for an output."""
+        if self.table is E2M1:
+            return Form(4, self.block[1], is_float=True)
         if self.table is not None or self.groups is not None:
             return None
         if isinstance(self.codes, Packed):

@@ -18,7 +18,8 @@ import numpy as np
 from hex_llm.errors import ModelError
 from hex_llm.models.hf_config import shown
 from hex_llm.weights.checkpoint import Checkpoint
-from hex_llm.weights.packing import E2M1, F32, Grid, Nested, Packed, Plain, QuantizedTensor, stored
+from hex_llm.weights.grouped import E2M1
+from hex_llm.weights.packing import F32, Grid, Nested, Packed, Plain, QuantizedTensor, stored
 from hex_llm.weights.quantization import Quantization, Scheme
 from hex_llm.weights.safetensors import FLOATS, INTEGERS, SafeTensor
 
@@ -299,6 +300,7 @@ def mxfp4(name: str, blocks: SafeTensor, scales: SafeTensor) -> QuantizedTensor:
         Plain(replace(scales, dtype="F8_E8M0").viewed(rows, groups)),
         (1, MX_GROUP),
         table=E2M1,
+        unit=0.5,
     )
 
 

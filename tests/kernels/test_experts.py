@@ -14,7 +14,11 @@ import pytest
 from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_launch, tpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Tiling
+from hex_llm.kernels.gpu_quantized import QuantizedWords, to_words
 from hex_llm.models.decoder import ACTIVATIONS
+from hex_llm.models.linear import Dense
+from hex_llm.models.params import Rounding
+from hex_llm.models.quantized import quantize
 from tests.kernels.lowering import lowered_for_gpus
 
 SMALL = (Tiling(16, 16, 16, 2, 1, 4, 2), Tiling(16, 32, 16, 3, 2, 4, 2))
@@ -45,14 +49,16 @@ SCALED = ExpertOptions(jax.nn.silu, scale_input=True)
 LIMITED = ExpertOptions(jax.nn.silu, scale_input=False, limit=0.7)
 
 
-def biases(options: ExpertOptions, width: int = 72) -> jax.Array | None:
+def biases(options: ExpertOptions, width: int) -> jax.Array | None:
     """With a limit, which only models have that also have biases."""
     return None if options.limit is None else jnp.linspace(-1, 1, 5 * 2 * width).reshape(5, 2, width)
 
 
 def run(fused_moe: RoutedExperts, given: Sequence[Any], options: ExpertOptions = PLAIN) -> np.ndarray:
     """Compiled in haste: what interprets kernels is long, and is run once."""
-    function = partial(fused_moe, options=options._replace(bias=biases(options)))
+    gate_up = given[3]
+    width = gate_up.outputs[2] if isinstance(gate_up, QuantizedWords) else gate_up.shape[2]
+    function = partial(fused_moe, options=options._replace(bias=biases(options, width)))
     hasty = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     with jax.default_matmul_precision("highest"):
         out = jax.jit(function).lower(*given).compile(compiler_options=hasty)(*given)
@@ -61,7 +67,7 @@ def run(fused_moe: RoutedExperts, given: Sequence[Any], options: ExpertOptions =
 
 def expected(given: Sequence[Any], options: ExpertOptions = PLAIN) -> np.ndarray:
     """Token by token, in float64."""
-    bias, (_, scale_input, limit, _) = biases(options), options
+    bias, (_, scale_input, limit, _) = biases(options, given[3].shape[2]), options
     x, chosen, scores, gate_up, down = (np.asarray(jnp.asarray(a, jnp.float32), np.float64) for a in given)
     out = np.zeros(x.shape)
     for t, of_token in enumerate(chosen.astype(int)):
@@ -135,6 +141,31 @@ def test_bfloat16_on_gpus(num_tokens: int) -> None:
     assert error < 4e-3  # what goes on and what comes out are rounded once each
 
 
+ROUNDINGS = {"int4": Rounding(4, 32), "int8": Rounding(8, 64), "e2m1": Rounding(4, 32, to_float=True)}
+
+
+def quantized(array: jax.Array, num_outputs: int, to: Rounding) -> tuple[QuantizedWords, jax.Array]:
+    """As GPUs hold it, and what it then is."""
+    matrix = quantize(Dense(array.astype(jnp.float32), num_outputs), to)
+    kind: Any = {"bits": matrix.bits, "zero": matrix.zero, "is_e2m1": matrix.is_e2m1}
+    arrays = matrix.unpacked(), matrix.scales, matrix.offsets
+    words = to_words(*arrays, num_output_axes=num_outputs, **kind)
+    return words, words.expanded(jnp.float32).reshape(array.shape)
+
+
+@pytest.mark.parametrize(("num_tokens", "options"), [(1, PLAIN), (40, LIMITED), (300, PLAIN)])
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_quantized_experts_on_gpus(name: str, num_tokens: int, options: ExpertOptions) -> None:
+    """Widths and inputs that do not fill blocks of words."""
+    rng = np.random.default_rng(1)
+    spread = [tuple(rng.permutation(5)[:2]) for _ in range(num_tokens)]
+    *given, gate_up, down = arguments(spread, jnp.bfloat16, width=64, inputs=192)
+    both = [quantized(one, axes, ROUNDINGS[name]) for one, axes in ((gate_up, 3), (down, 2))]
+    exact = expected([*given, *(expanded for _, expanded in both)], options)
+    got = run(gpu_experts.fused_moe, [*given, *(words for words, _ in both)], options)
+    assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 6e-3
+
+
 @pytest.mark.parametrize("form", ["cpu", "gpu"])
 def test_a_row_does_not_depend_on_its_neighbours(form: str) -> None:
     rng = np.random.default_rng(2)
@@ -183,6 +214,9 @@ def test_lowers_for_gpus(num_tokens: int, dtype: Any, options: ExpertOptions, mo
     if jax.default_backend() != "cpu":
         pytest.skip("it runs here")
     monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
-    given = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype)
-    function = partial(gpu_experts.fused_moe, options=options._replace(bias=biases(options)))
-    assert lowered_for_gpus(function, *given).count("triton") >= 2
+    *given, gate_up, down = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype, 64, 96)
+    function = partial(gpu_experts.fused_moe, options=options._replace(bias=biases(options, 64)))
+    assert lowered_for_gpus(function, *given, gate_up, down).count("triton") >= 2
+    if dtype == jnp.bfloat16:
+        words = [quantized(one, axes, ROUNDINGS["e2m1"])[0] for one, axes in ((gate_up, 3), (down, 2))]
+        assert lowered_for_gpus(function, *given, *words).count("fma.rn.bf16x2 f, f, one, w") >= 2

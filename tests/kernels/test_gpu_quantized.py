@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ class Case(NamedTuple):
     zero: int
     outputs: tuple[int, ...] = (70,)
     num_inputs: int = 256
+    is_e2m1: bool = False
 
 
 CASES = {
@@ -33,6 +35,7 @@ CASES = {
     "q8_0": Case(8, 32, False, 0),
     "gptq of 8 bits": Case(8, 128, True, 0),
     "one group": Case(8, 192, False, -3, num_inputs=192),
+    "e2m1": Case(4, 32, False, 0, num_inputs=160, is_e2m1=True),
 }
 
 
@@ -44,10 +47,11 @@ def made(case: Case) -> tuple[QuantizedWords, Values]:
     low, dtype = (0, np.uint8) if case.bits == 4 else (-128, np.int8)
     codes = rng.integers(low, low + 2**case.bits, shape).astype(dtype)
     scales = rng.uniform(0.5, 1, groups).astype(np.float16).astype(np.float32)
+    scales = np.exp2(rng.integers(-3, 3, groups)).astype(np.float32) if case.is_e2m1 else scales
     offsets = -rng.integers(0, 16, groups).astype(np.float32) * scales if case.has_offsets else None
-    matrix = to_words(
-        codes, scales, offsets, num_output_axes=len(case.outputs), bits=case.bits, zero=case.zero
-    )
+    kind: Any = {"bits": case.bits, "zero": case.zero, "is_e2m1": case.is_e2m1}
+    matrix = to_words(codes, scales, offsets, num_output_axes=len(case.outputs), **kind)
+    codes = 2 * codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) if case.is_e2m1 else codes
     weights = (codes.reshape(*groups, -1).astype(np.float64) - case.zero) * scales[..., None]
     weights += 0 if offsets is None else offsets[..., None]
     return matrix, weights.reshape(-1, case.num_inputs)
@@ -88,7 +92,8 @@ def test_products(name: str, num_rows: int) -> None:
     """Up to 16 rows codes are exact; of more, weights are rounded as the activations are."""
     case = CASES[name]
     matrix, weights = made(case)
-    x = rows(num_rows, case.num_inputs, jnp.bfloat16 if case.has_offsets else jnp.float16)
+    is_narrow = case.has_offsets or case.is_e2m1
+    x = rows(num_rows, case.num_inputs, jnp.bfloat16 if is_narrow else jnp.float16)
     out = matrix.matmul(x)
     assert (out.shape, out.dtype) == ((num_rows, *case.outputs), x.dtype)
     check(out, x, weights, 5e-3 if x.dtype == jnp.bfloat16 or num_rows > 16 else 1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from hex_llm.weights.checkpoint import Slices
@@ -26,6 +27,7 @@ def assert_parts_give_the_same(tensor: Any, index: Slices, group: int) -> None:
         assert read.dtype == np.float32
         return read.astype(np.float64).repeat(group, axis=1)
 
+    codes = 2 * codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) if form.is_e2m1 else codes
     values = (codes.astype(np.float64) - form.zero) * of_each("scales")
     if form.has_offsets:
         values += of_each("offsets")
