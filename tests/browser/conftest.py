@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.browser.scripted import ScriptedBackend
 from tests.server.fakes import FakeBackend
 from tests.server.live import live
 
@@ -28,7 +29,7 @@ Open = Callable[..., Any]
 Serve = Callable[..., str]
 
 
-@pytest.fixture(scope="module")  # not longer: while playwright runs, no other test can have an event loop
+@pytest.fixture(scope="package")  # not longer: while playwright runs, no other test can have an event loop
 def chromium() -> Iterator[Any]:
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None or importlib.util.find_spec("playwright") is None:
@@ -63,6 +64,16 @@ def serve(servers: ExitStack) -> Serve:
         return servers.enter_context(live(backend, **config))
 
     return started
+
+
+@pytest.fixture
+def backend() -> ScriptedBackend:
+    return ScriptedBackend()
+
+
+@pytest.fixture
+def url(backend: ScriptedBackend, serve: Serve) -> str:
+    return serve(backend)
 
 
 @pytest.fixture
