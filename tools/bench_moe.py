@@ -68,7 +68,12 @@ WORDS = (  # (columns, warps, stages) for quantized experts
     (128, 8, 2),
     (128, 8, 3),
 )
-ROUNDINGS = {"int4": Rounding(4, 128), "int8": Rounding(8, 128), "e2m1": Rounding(4, 32, to_float=True)}
+ROUNDINGS = {
+    "int4": Rounding(4, 128),
+    "int8": Rounding(8, 128),
+    "e2m1": Rounding(4, 32, to_float=True),
+    "fp8": Rounding(8, 128, to_float=True),
+}
 
 
 class Shape(NamedTuple):
@@ -112,7 +117,7 @@ MODELS = {
 
 def _words(dense: Dense, to: Rounding) -> QuantizedWords:
     matrix = quantize(dense, to._replace(group=math.gcd(to.group, dense.array.shape[-1])))
-    kind: Any = {"bits": matrix.bits, "zero": matrix.zero, "is_e2m1": matrix.is_e2m1}
+    kind: Any = {"bits": matrix.bits, "zero": matrix.zero, "is_float": to.to_float}
     arrays = matrix.unpacked(), matrix.scales, matrix.offsets
     return to_words(*arrays, num_output_axes=matrix.num_outputs, **kind)
 

@@ -83,7 +83,7 @@ class Devices(NamedTuple):
 def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     panel_width = _panel_width(spec, devices)
     if panel_width is not None:
-        lay_out = partial(_each_layer, partial(_in_panels, width=panel_width), is_part=_is_panels)
+        lay_out = partial(_each_layer, partial(_in_panels, width=panel_width), is_part=_is_whole_part)
         is_plain = devices.kv_dtype == np.float32
         attend = cpu.paged_attention if is_plain else reference.paged_attention
         max_single = sys.maxsize if is_plain else MAX_SINGLE
@@ -92,7 +92,8 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     attend, fused_moe = _attention(spec, devices), _experts(spec, devices)
     can_multiply = partial(_can_multiply, spec=spec, devices=devices)
     changes: dict[str, Callable[[Any], Any]] = {"gpu": _for_gpus, "tpu": for_tpus}
-    lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part))
+    is_part = _is_whole_part if devices.platform == "gpu" else _is_matrix
+    lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part), is_part=is_part)
     add_adapters = _adapters(spec, devices)
     return Kernels(attend, fused_moe, width, MAX_SINGLE, lay_out, can_multiply, add_adapters)
 
@@ -111,24 +112,30 @@ def _can_multiply(form: Form, routed: bool, spec: ModelSpec, devices: Devices) -
     """CPUs expand what they multiply; accelerators would be slower for it than with floats."""
     if devices.platform != "gpu":
         return devices.platform == "cpu" or (devices.dtype == jnp.bfloat16 and not routed)
-    if form.is_float and not form.is_e2m1:
-        return devices.dtype != np.float32 and not routed
+    if not form.group and not routed:
+        return devices.dtype != np.float32
     fits = not routed or gpu_experts.can_fuse(spec.activation, devices.dtype)
-    words = form.bits, form.group, devices.dtype, form.is_e2m1
+    words = form.bits, form.group, devices.dtype, form.is_float
     return devices.num == 1 and fits and gpu_quantized.can_multiply(*words)
 
 
 def _for_gpus(part: Any) -> Any:
     """A matrix that was loaded as `_can_multiply` allows."""
-    if not isinstance(part, Quantized):
-        return part
-    if part.codes.dtype == jnp.float8_e4m3fn:
+    if isinstance(part, FeedForward):
+        shared = jax.tree.map(_for_gpus, part.shared, is_leaf=_is_matrix)
+        return replace(part, gate_up=_in_words(part.gate_up), down=_in_words(part.down), shared=shared)
+    if isinstance(part, Quantized) and part.is_whole:
         outputs = part.codes.shape[: part.num_outputs]
         return Float8(part.codes, part.scales.reshape(*outputs, -1)[..., 0])
-    axes = part.num_outputs
-    arrays = part.unpacked(), part.scales, part.offsets
-    kind: dict[str, Any] = {"bits": part.bits, "zero": part.zero, "is_e2m1": part.is_e2m1}
-    return gpu_quantized.to_words(*arrays, num_output_axes=axes, **kind)
+    return _in_words(part)
+
+
+def _in_words(part: Any) -> Any:
+    if not isinstance(part, Quantized):
+        return part
+    arrays, is_float = (part.unpacked(), part.scales, part.offsets), part.codes.dtype == jnp.float8_e4m3fn
+    kind: dict[str, Any] = {"bits": part.bits, "zero": part.zero, "is_float": is_float or part.is_e2m1}
+    return gpu_quantized.to_words(*arrays, num_output_axes=part.num_outputs, **kind)
 
 
 def _compiled(function: Callable[[Any], Any], part: Any, lies: NamedSharding) -> Any:
@@ -177,14 +184,12 @@ def _is_matrix(part: Any) -> bool:
     return isinstance(part, Dense | Quantized)
 
 
-def _is_panels(part: Any) -> bool:
-    """The matrices of experts are divided before they are laid out."""
+def _is_whole_part(part: Any) -> bool:
+    """The matrices of experts lie otherwise than all others."""
     return _is_matrix(part) or (isinstance(part, FeedForward) and part.router is not None)
 
 
-def _each_layer(
-    change: Callable[[Any], Any], weights: Weights, is_part: Callable[[Any], bool] = _is_matrix
-) -> Weights:
+def _each_layer(change: Callable[[Any], Any], weights: Weights, is_part: Callable[[Any], bool]) -> Weights:
     """The layers of the given weights are replaced one by one, so that they are in memory twice only one by
     one. `change` gets the parts."""
     everywhere = partial(jax.tree.map, change, is_leaf=is_part)

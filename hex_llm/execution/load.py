@@ -130,8 +130,8 @@ def weight_bytes(params: Iterable[Param], mesh: Any, dtype: np.dtype[Any], scale
 def _bits(param: Param, dtype: np.dtype[Any], scale_bits: int) -> float:
     """Of each number."""
     if (to := param.rounded_to) is not None:
-        num_scales = 0 if not to.group else (2 if to.bits == 4 and not to.to_float else 1)
-        return to.bits + num_scales * scale_bits / max(to.group, 1)
+        num_scales = 2 if to.bits == 4 and not to.to_float else 1
+        return to.bits + num_scales * scale_bits / (to.group or param.shape[-1])
     if param.dtype == F32:
         return scale_bits
     return 4 if param.packed else (param.dtype or dtype).itemsize * 8

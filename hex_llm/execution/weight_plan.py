@@ -59,8 +59,9 @@ def plan_weights(
         if rounded_to is None:
             form = _common_form(param, stored, num_devices)
             is_kept = form is not None and keeps(form, routed)
-            return _quantized(matrix, form, stored, parts) if form and is_kept else matrix
-        wanted = rounded_to._replace(group=math.gcd(rounded_to.group, _last_axis(param, num_devices)))
+            last = _last_axis(param, num_devices)
+            return _quantized(matrix, form, stored, parts, last) if form and is_kept else matrix
+        wanted = _divided(rounded_to, _last_axis(param, num_devices))
         if param.axes[0] == "vocab" or not keeps(wanted, routed):
             return matrix
         if wanted.is_e2m1 and not routed:  # all that files hold so
@@ -100,13 +101,23 @@ def _common_form(param: Param, checkpoint: Checkpoint, num_devices: int) -> Form
     if len(kinds) > 1 or None in kinds or turned:
         return None
     alike = [form for form in forms if form is not None]
-    group = math.gcd(_last_axis(param, num_devices), *(form.group for form in alike))
-    return alike[0]._replace(group=group)
+    finest = alike[0]._replace(group=math.gcd(*(form.group for form in alike)))
+    return _divided(finest, _last_axis(param, num_devices))
 
 
-def _quantized(matrix: Dense, form: Form, checkpoint: Checkpoint, parts: dict[str, Tensor]) -> Quantized:
+def _divided(form: Form, last: int) -> Form:
+    """With groups that divide so many inputs; of floats of 8 bits, all can stay one."""
+    is_whole = form.is_float and form.bits == 8 and not form.group
+    return form if is_whole else form._replace(group=math.gcd(form.group, last))
+
+
+def _quantized(
+    matrix: Dense, form: Form, checkpoint: Checkpoint, parts: dict[str, Tensor], last: int
+) -> Quantized:
+    """`last`: inputs that one device has."""
+
     def declared(part: PartName) -> Param:
-        group = 1 if part == "codes" else form.group
+        group = 1 if part == "codes" else form.group or last
         param, pieces = matrix.array, []
         for piece in param.pieces:
             tensor: Any = Part(checkpoint[piece.name], part, group)  # type: ignore[arg-type]
@@ -122,4 +133,5 @@ def _quantized(matrix: Dense, form: Form, checkpoint: Checkpoint, parts: dict[st
 
     offsets = declared("offsets") if form.has_offsets else None
     codes, scales = declared("codes"), declared("scales")
-    return Quantized(codes, scales, offsets, form.bits, form.zero, matrix.num_outputs, form.is_e2m1)
+    kind = form.bits, form.zero, matrix.num_outputs, form.is_e2m1, not form.group
+    return Quantized(codes, scales, offsets, *kind)

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from hex_llm.kernels import gpu_launch
 from hex_llm.kernels.codes import doubled_e2m1
 from hex_llm.kernels.experts import GatedMatrix
-from hex_llm.kernels.gpu_codes import CENTRE, MAGIC, assembled, tiny_floats, whole_numbers
+from hex_llm.kernels.gpu_codes import CENTRE, MAGIC, assembled, floats, tiny_floats, whole_numbers
 from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power
 
 SLAB = 32  # inputs that one shift gives
@@ -37,8 +37,8 @@ COLUMNS = 128  # of a program
 WARPS, STAGES = 4, 3
 
 
-def can_multiply(bits: int, group: int, dtype: DTypeLike, is_e2m1: bool = False) -> bool:
-    if is_e2m1 and jnp.dtype(dtype) != jnp.bfloat16:  # others have too few exponents
+def can_multiply(bits: int, group: int, dtype: DTypeLike, is_float: bool = False) -> bool:
+    if is_float and jnp.dtype(dtype) != jnp.bfloat16:  # float16 has too few exponents
         return False
     return bits in CENTRE and group % SLAB == 0 and jnp.dtype(dtype) in MAGIC
 
@@ -46,8 +46,8 @@ def can_multiply(bits: int, group: int, dtype: DTypeLike, is_e2m1: bool = False)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedWords(GatedMatrix):
-    """A Matrix (models/linear.py) [*outputs, inputs]: a weight is (code - zero point) * scale; of floats of 4
-    bits (e2m1), twice the float times the scale."""
+    """A Matrix (models/linear.py) [*outputs, inputs]: a weight is (code - zero point) * scale; of floats, the
+    float times the scale, and of those of 4 bits (e2m1), twice the float."""
 
     words: Any  # uint16 [N, blocks * SLAB]
     # [groups, N]: float32; or uint32, of float16 each the scale below the zero point; or uint8, the exponent
@@ -57,7 +57,7 @@ class QuantizedWords(GatedMatrix):
     bits: int = field(metadata={"static": True})
     group: int = field(metadata={"static": True})
     zero: int = field(metadata={"static": True})  # where groups have none of their own
-    is_e2m1: bool = field(default=False, metadata={"static": True})
+    is_float: bool = field(default=False, metadata={"static": True})
 
     @property
     def codes_per_word(self) -> int:
@@ -89,22 +89,22 @@ class QuantizedWords(GatedMatrix):
 
     def signed(self, codes: Array) -> Array:
         """What stands in so many bits, with its sign."""
-        if self.is_e2m1:
-            return doubled_e2m1(codes)
-        return codes.astype(jnp.uint8).view(jnp.int8) if self.bits == 8 else codes
+        if self.bits == 8:
+            return codes.astype(jnp.uint8).view(jnp.float8_e4m3fn if self.is_float else jnp.int8)
+        return doubled_e2m1(codes) if self.is_float else codes
 
     def scale_and_zero(self, scales: Array) -> tuple[Array, Array | int]:
         """float32, of what was read of `scales`."""
         if scales.dtype == jnp.float32:
             return scales, self.zero
-        if self.is_e2m1:
+        if scales.dtype == jnp.uint8:
             return lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32), 0
         halves = ((scales >> shift).astype(jnp.uint16) for shift in (0, WORD))
         scale, zero = (lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) for half in halves)
         return scale, zero
 
 
-@partial(jax.jit, static_argnames=("num_output_axes", "bits", "zero", "is_e2m1"))
+@partial(jax.jit, static_argnames=("num_output_axes", "bits", "zero", "is_float"))
 def to_words(
     codes: Array,
     scales: Array,
@@ -113,11 +113,12 @@ def to_words(
     num_output_axes: int,
     bits: int,
     zero: int,
-    is_e2m1: bool = False,
+    is_float: bool = False,
 ) -> QuantizedWords:
     """codes [*outputs, *inputs], one in each place; scales and offsets for groups along the last axis: a
     weight is (code - zero) * scale + offset. Offsets become zero points, and these and the scales are rounded
-    to float16, which is what files have that were made for GPUs. The scales of e2m1 are powers of two."""
+    to float16, which is what files have that were made for GPUs. `is_float`: codes are float8_e4m3fn; or of 4
+    bits, e2m1, whose scales are powers of two."""
     outputs = codes.shape[:num_output_axes]
     codes, scales = codes.reshape(math.prod(outputs), -1), scales.reshape(math.prod(outputs), -1)
     num_inputs = codes.shape[1]
@@ -131,15 +132,15 @@ def to_words(
         halves = (jnp.where(is_flat, offsets, scales), zeros)
         low, high = (one.astype(jnp.float16).view(jnp.uint16).astype(jnp.uint32) for one in halves)
         scales = low | high << WORD
-    elif is_e2m1:
+    elif is_float and bits == 4:
         scales = (lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.uint32) >> 23).astype(jnp.uint8)
     missing = -num_inputs % (per_word * SLAB)
-    places = jnp.pad(codes.astype(jnp.uint8), ((0, 0), (0, missing))).reshape(len(codes), -1, per_word, SLAB)
+    places = jnp.pad(codes.view(jnp.uint8), ((0, 0), (0, missing))).reshape(len(codes), -1, per_word, SLAB)
     shifts = jnp.arange(per_word, dtype=jnp.uint16) * bits
     words = jnp.sum(places.astype(jnp.uint16) << shifts[:, None], axis=2, dtype=jnp.uint16)
-    scales = jnp.pad(scales, ((0, 0), (0, missing // group))).T
+    scales = jnp.pad(scales, ((0, 0), (0, pl.cdiv(missing, group)))).T
     words = words.reshape(len(codes), -1)
-    return QuantizedWords(words, scales, outputs, num_inputs, bits, group, zero, is_e2m1)
+    return QuantizedWords(words, scales, outputs, num_inputs, bits, group, zero, is_float)
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def read_scales(
     (see _numbers) times the scale; None: nothing."""
     read = plgpu.load(scales_ref.at[lax.div(slab * SLAB, matrix.group), output])
     scale, zero = matrix.scale_and_zero(read)
-    centre = 0 if matrix.is_e2m1 else CENTRE[matrix.bits]
+    centre = 0 if matrix.is_float else CENTRE[matrix.bits]
     return scale, None if zero is centre else (centre - zero) * scale
 
 
@@ -239,8 +240,8 @@ def _numbers(words: Array, j: int, matrix: QuantizedWords, dtype: Any) -> Array:
     """The j-th code of each word, less CENTRE; of e2m1, twice the float."""
     if gpu_launch.interpreted():
         codes = matrix.signed(words >> (matrix.bits * j) & (2**matrix.bits - 1))
-        is_centred = matrix.is_e2m1 or matrix.bits == 8
-        return (codes if is_centred else codes.astype(jnp.int32) - CENTRE[4]).astype(dtype)
+        is_signed = matrix.is_float or matrix.bits == 8
+        return (codes if is_signed else codes.astype(jnp.int32) - CENTRE[4]).astype(dtype)
     return assembled(f"{_assembly(j, matrix, dtype)} mov.b32 $0, f;", dtype, words)
 
 
@@ -257,4 +258,6 @@ def weights_of(
 
 
 def _assembly(j: int, matrix: QuantizedWords, dtype: Any) -> str:
-    return tiny_floats(j) if matrix.is_e2m1 else whole_numbers(j, matrix.bits, dtype)
+    if matrix.is_float:
+        return tiny_floats(j) if matrix.bits == 4 else floats(j)
+    return whole_numbers(j, matrix.bits, dtype)

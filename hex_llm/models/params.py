@@ -55,7 +55,7 @@ class Piece:
 
 class Rounding(NamedTuple):
     bits: int
-    group: int  # inputs that share a scale; of floats, all of an output do
+    group: int  # inputs that share a scale; 0: all of an output do
     to_float: bool = False
 
 

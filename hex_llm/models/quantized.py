@@ -36,6 +36,8 @@ class Quantized:
     zero: int = field(default=0, metadata={"static": True})
     num_outputs: int = field(default=1, metadata={"static": True})  # axes
     is_e2m1: bool = field(default=False, metadata={"static": True})  # of 4 bits: they are floats
+    # Of floats of 8 bits: all inputs of an output share its scale, so that activations can be rounded too.
+    is_whole: bool = field(default=False, metadata={"static": True})
 
     def matmul(self, x: jax.Array) -> jax.Array:
         return self.expanded(x.dtype).matmul(x)
@@ -105,7 +107,7 @@ def quantize(matrix: Dense, to: Rounding) -> Quantized:
     """The nearest codes: of 8 bits on both sides of zero, of 4 bits between a group's lowest and highest."""
     bits, group = to.bits, to.group
     if to.to_float and bits == 8:
-        return _to_float8(matrix)
+        return _to_float8(matrix, group)
     groups = matrix.array.astype(jnp.float32).reshape(*matrix.array.shape[:-1], -1, group)
     if to.to_float:
         codes, scales = _to_e2m1(groups)
@@ -122,14 +124,15 @@ def quantize(matrix: Dense, to: Rounding) -> Quantized:
     return Quantized(packed, scales, offsets, bits, num_outputs=matrix.num_outputs, is_e2m1=to.to_float)
 
 
-def _to_float8(matrix: Dense) -> Quantized:
-    array = matrix.array.astype(jnp.float32)
-    inputs = tuple(range(matrix.num_outputs, array.ndim))
-    peaks = jnp.max(jnp.abs(array), axis=inputs, keepdims=True)
+def _to_float8(matrix: Dense, group: int) -> Quantized:
+    array, num_outputs = matrix.array.astype(jnp.float32), matrix.num_outputs
+    groups = array.reshape(*array.shape[:-1], -1, group or array.shape[-1])
+    inputs = (-1,) if group else tuple(range(num_outputs, groups.ndim))
+    peaks = jnp.max(jnp.abs(groups), axis=inputs, keepdims=True)
     scales = jnp.where(peaks == 0, 1, peaks * (1 / FLOAT8_MAX))
-    codes = (array / scales).astype(jnp.float8_e4m3fn)
-    each = jnp.broadcast_to(scales, (*array.shape[:-1], 1))
-    return Quantized(codes, each, num_outputs=matrix.num_outputs)
+    codes = (groups / scales).astype(jnp.float8_e4m3fn).reshape(array.shape)
+    each = jnp.broadcast_to(scales, (*groups.shape[:-1], 1))[..., 0]
+    return Quantized(codes, each, num_outputs=num_outputs, is_whole=not group)
 
 
 def _to_e2m1(groups: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -22,8 +22,8 @@ class Form(NamedTuple):
     group: int  # so many inputs share a scale and an offset
     zero: int = 0
     has_offsets: bool = False
-    # Codes of 8 bits are float8_e4m3fn, and all inputs of an output share its scale; of 4 bits they are e2m1,
-    # and what is scaled is twice the float, a whole number.
+    # Codes of 8 bits are float8_e4m3fn, and with a group of 0 all inputs of an output share its scale; of 4
+    # bits they are e2m1, and what is scaled is twice the float, a whole number.
     is_float: bool = False
 
     @property

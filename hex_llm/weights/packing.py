@@ -132,8 +132,7 @@ class QuantizedTensor:
 
     @property
     def form(self) -> Form | None:
-        """See grouped.GroupedTensor. None: codes of another table than E2M1, groups that are not in order, or
-        floats of 8 bits with several scales for an output."""
+        """See grouped.GroupedTensor. None: codes of another table than E2M1, or groups not in order."""
         if self.table is E2M1:
             return Form(4, self.block[1], is_float=True)
         if self.table is not None or self.groups is not None:
@@ -143,7 +142,7 @@ class QuantizedTensor:
         elif isinstance(self.codes, Plain) and self.codes.tensor.dtype == "I8":
             bits = 8
         elif isinstance(self.codes, Plain) and self.codes.tensor.dtype == "F8_E4M3":
-            return Form(8, self.shape[1], is_float=True) if self.block[1] >= self.shape[1] else None
+            return Form(8, self.block[1] if self.block[1] < self.shape[1] else 0, is_float=True)
         else:
             return None
         if isinstance(self.zeros, int):

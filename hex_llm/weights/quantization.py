@@ -27,10 +27,8 @@ class Scheme:
     @property
     def form(self) -> Form | None:
         """As weights that are quantized here come to be like it; None: none do."""
-        if self.is_float and self.bits == 8:
-            return Form(8, group=0, is_float=True) if self.block[1] is None else None
         if self.is_float:
-            return Form(4, self.block[1] or 0, is_float=True)
+            return Form(self.bits, self.block[1] or 0, is_float=True)
         return Form(self.bits, self.block[1] or 0, has_offsets=self.bits == 4)
 
     def __str__(self) -> str:

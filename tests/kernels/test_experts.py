@@ -141,13 +141,19 @@ def test_bfloat16_on_gpus(num_tokens: int) -> None:
     assert error < 4e-3  # what goes on and what comes out are rounded once each
 
 
-ROUNDINGS = {"int4": Rounding(4, 32), "int8": Rounding(8, 64), "e2m1": Rounding(4, 32, to_float=True)}
+ROUNDINGS = {
+    "int4": Rounding(4, 32),
+    "int8": Rounding(8, 64),
+    "e2m1": Rounding(4, 32, to_float=True),
+    "fp8 by groups": Rounding(8, 32, to_float=True),
+    "fp8": Rounding(8, 0, to_float=True),
+}
 
 
 def quantized(array: jax.Array, num_outputs: int, to: Rounding) -> tuple[QuantizedWords, jax.Array]:
     """As GPUs hold it, and what it then is."""
     matrix = quantize(Dense(array.astype(jnp.float32), num_outputs), to)
-    kind: Any = {"bits": matrix.bits, "zero": matrix.zero, "is_e2m1": matrix.is_e2m1}
+    kind: Any = {"bits": matrix.bits, "zero": matrix.zero, "is_float": to.to_float}
     arrays = matrix.unpacked(), matrix.scales, matrix.offsets
     words = to_words(*arrays, num_output_axes=num_outputs, **kind)
     return words, words.expanded(jnp.float32).reshape(array.shape)

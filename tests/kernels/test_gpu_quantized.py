@@ -24,7 +24,11 @@ class Case(NamedTuple):
     zero: int
     outputs: tuple[int, ...] = (70,)
     num_inputs: int = 256
-    is_e2m1: bool = False
+    is_float: bool = False
+
+    @property
+    def is_e2m1(self) -> bool:
+        return self.is_float and self.bits == 4
 
 
 CASES = {
@@ -35,7 +39,8 @@ CASES = {
     "q8_0": Case(8, 32, False, 0),
     "gptq of 8 bits": Case(8, 128, True, 0),
     "one group": Case(8, 192, False, -3, num_inputs=192),
-    "e2m1": Case(4, 32, False, 0, num_inputs=160, is_e2m1=True),
+    "fp8 by groups": Case(8, 128, False, 0, is_float=True),
+    "e2m1": Case(4, 32, False, 0, num_inputs=160, is_float=True),
 }
 
 
@@ -46,10 +51,12 @@ def made(case: Case) -> tuple[QuantizedWords, Values]:
     groups = *case.outputs, case.num_inputs // case.group
     low, dtype = (0, np.uint8) if case.bits == 4 else (-128, np.int8)
     codes = rng.integers(low, low + 2**case.bits, shape).astype(dtype)
+    if case.is_float and case.bits == 8:
+        codes = rng.uniform(-448, 448, shape).astype(ml_dtypes.float8_e4m3fn)
     scales = rng.uniform(0.5, 1, groups).astype(np.float16).astype(np.float32)
     scales = np.exp2(rng.integers(-3, 3, groups)).astype(np.float32) if case.is_e2m1 else scales
     offsets = -rng.integers(0, 16, groups).astype(np.float32) * scales if case.has_offsets else None
-    kind: Any = {"bits": case.bits, "zero": case.zero, "is_e2m1": case.is_e2m1}
+    kind: Any = {"bits": case.bits, "zero": case.zero, "is_float": case.is_float}
     matrix = to_words(codes, scales, offsets, num_output_axes=len(case.outputs), **kind)
     codes = 2 * codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) if case.is_e2m1 else codes
     weights = (codes.reshape(*groups, -1).astype(np.float64) - case.zero) * scales[..., None]
@@ -92,7 +99,7 @@ def test_products(name: str, num_rows: int) -> None:
     """Up to 16 rows codes are exact; of more, weights are rounded as the activations are."""
     case = CASES[name]
     matrix, weights = made(case)
-    is_narrow = case.has_offsets or case.is_e2m1
+    is_narrow = case.has_offsets or case.is_float
     x = rows(num_rows, case.num_inputs, jnp.bfloat16 if is_narrow else jnp.float16)
     out = matrix.matmul(x)
     assert (out.shape, out.dtype) == ((num_rows, *case.outputs), x.dtype)

@@ -332,14 +332,13 @@ def test_any_config_is_read_or_refused(method: str, values: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_parts_for_products(form: Format, folder: Callable[[Format], Path]) -> None:
-    """Whole numbers in groups that are in order have them, and floats with one scale for an output; tables,
-    act-order and floats with scales for blocks are expanded."""
+    """Numbers in groups that are in order have them; tables and act-order are expanded."""
     tensor = opened(folder(form), form.config)[f"{NAME}.weight"]
     if tensor.form is None:
-        assert any(mark in form.name for mark in ("block", "group", "nf4", "fp4", "act"))
+        assert any(mark in form.name for mark in ("nf4", "fp4", "act"))
         return
-    assert not any(mark in form.name for mark in ("block", "nf4", "fp4", "act"))
+    assert not any(mark in form.name for mark in ("nf4", "fp4", "act"))
     assert tensor.form.is_float == any(mark in form.name for mark in ("fp8", "float"))
     for rows in (slice(None), slice(5, 40), slice(95, 96)):
-        assert_parts_give_the_same(tensor, (rows, slice(None)), tensor.form.group)
+        assert_parts_give_the_same(tensor, (rows, slice(None)), tensor.form.group or tensor.shape[1])
         assert_parts_give_the_same(tensor, (rows, slice(32, 112)), 16)
