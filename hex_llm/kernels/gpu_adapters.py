@@ -24,81 +24,120 @@ from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.gpu_launch import MIN_DOT, dot, index_grid, launched, next_power, read_tile
 
 FEW_ROWS = 256  # decodes
-DEPTH = 128  # inputs at a time
-MIN_SPLIT = 4 * DEPTH  # the fewest inputs that are worth a program
-MAX_SPLITS = 4  # programs that share the inputs of a row; all of the second product read what each leaves
+MIN_SPLIT = 512  # the fewest inputs that are worth a program
 TOGETHER = 8  # slots of decodes whose reads overlap
+SPREAD_DEPTH = 64
+
+
+class Ranking(NamedTuple):
+    """How the first product is cut."""
+
+    rows: int
+    depth: int  # inputs at a time
+    splits: int  # at most: programs that share the inputs of a row; all of the second product read each part
+    lanes: int  # at most: programs that share the slots of a tile
+    warps: int
+    stages: int
+
+
+class Adding(NamedTuple):
+    """How the second product is cut."""
+
+    form: str  # a name in FORMS
+    rows: int
+    columns: int  # of the result, all of one module
+    warps: int
+    stages: int
+    pairs: bool = True  # gates and ups are read as they lie, and parted in registers
+
+
+def ranking(num_rows: int) -> Ranking:
+    return Ranking(64, 128, 4, 256, 4, 4) if num_rows <= FEW_ROWS else Ranking(128, 128, 1, 256, 4, 4)
+
+
+def adding(num_rows: int, width: int, gated: bool) -> Adding:
+    if num_rows <= FEW_ROWS:  # so that there is work for all multiprocessors
+        return Adding("masked", 64, 32 if width <= 8192 else 64, 4, 2, pairs=False)
+    return Adding("used", 128, 64 if gated else 128, 8, 2, pairs=False)
 
 
 def add_adapters(
-    out: Array,
+    out: Array | None,
     x: Array,
     down: Array,
     up: Array,
     fused: Fused,
     which: Array,
     activation: Activation | None = None,
+    first: Ranking | None = None,
+    second: Adding | None = None,
 ) -> Array:
-    """See kernels.adapters.AddAdapters. out [T, *outputs], x [T, K], down [slots, modules * ranks, K],
-    up [*outputs, slots, ranks]; which [T] counts slots from 1, 0: none."""
-    flat = out.reshape(len(x), -1)
-    ranks = _ranks(x, down.reshape(*down.shape[:2], -1), which)
-    if activation is None:
-        return _added(flat, ranks, up, fused, which).reshape(out.shape)
-    return _added(flat, ranks, up, fused, which, activation)
+    """See kernels.adapters.AddAdapters. out [T, *outputs], or None for zeros, x [T, K],
+    down [slots, modules * ranks, K], up [*outputs, slots, ranks]; which [T] counts slots from 1, 0: none."""
+    flat = None if out is None else out.reshape(len(x), -1)
+    ranks = ranks_of_rows(x, down, which, first)
+    added = _added(flat, ranks, up, fused, which, activation, second)
+    return added.reshape(len(x), *up.shape[:-2]) if activation is None else added
 
 
-def _tile_rows(num_rows: int) -> int:
-    return min(max(next_power(num_rows), MIN_DOT), 64 if num_rows <= FEW_ROWS else 128)
-
-
-def _ranks(x: Array, down: Array, which: Array) -> Array:
+def ranks_of_rows(x: Array, down: Array, which: Array, how: Ranking | None = None) -> Array:
     """[splits, T, ranks], each row's in its own slot, to be summed over splits; without a slot anything."""
+    down, how = down.reshape(*down.shape[:2], -1), how or ranking(len(x))
     num_slots, num_ranks, num_inputs = down.shape
-    rows = _tile_rows(len(x))
-    num_tiles = pl.cdiv(len(x), rows)
-    splits = max(min(MAX_SPLITS, num_inputs // MIN_SPLIT), 1) if len(x) <= FEW_ROWS else 1
+    splits = max(min(how.splits, num_inputs // MIN_SPLIT), 1)
+    how = how._replace(rows=_tile_rows(len(x), how.rows), splits=splits, lanes=min(how.lanes, num_slots))
     out = jax.ShapeDtypeStruct((splits, len(x), num_ranks), x.dtype if splits == 1 else jnp.float32)
-    kernel = partial(_ranks_kernel, rows=rows, splits=splits)
-    result: Array = launched(kernel, (num_tiles, num_slots, splits), out, 4, 4)(x, down, which)
+    grid = (pl.cdiv(len(x), how.rows), how.lanes, splits)
+    call = launched(partial(_ranks_kernel, how=how), grid, out, how.warps, how.stages)
+    result: Array = call(x, down, which)
     return result
 
 
-def _ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, rows: int, splits: int) -> None:
-    tile, slot, split = (pl.program_id(axis) for axis in range(3))
+def _tile_rows(num_rows: int, most: int) -> int:
+    return min(max(next_power(num_rows), MIN_DOT), most)
+
+
+def _ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, how: Ranking) -> None:
+    tile, lane, split = (pl.program_id(axis) for axis in range(3))
     num_rows, num_inputs = x_ref.shape
-    num_ranks = down_ref.shape[1]
-    row = tile * rows + lax.iota(jnp.int32, rows)
+    num_slots, num_ranks, _ = down_ref.shape
+    row = tile * how.rows + lax.iota(jnp.int32, how.rows)
     # What is not there is read from somewhere else instead, and not stored.
     source = jnp.minimum(row, num_rows - 1)
-    is_own = plgpu.load(which_ref.at[source]) == slot + 1
+    which = plgpu.load(which_ref.at[source])
+    rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
+    here = jnp.minimum(rank, num_ranks - 1)
+    length = pl.cdiv(pl.cdiv(num_inputs, how.depth), how.splits)
+    last = jnp.minimum((split + 1) * length, pl.cdiv(num_inputs, how.depth))
 
-    @pl.when(jnp.sum(is_own.astype(jnp.int32)) > 0)
-    def multiply() -> None:
-        rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
-        here = jnp.minimum(rank, num_ranks - 1)
+    def ask(slot: Any) -> None:
+        is_own = which == slot + 1
 
-        def add(i: Array, total: Array) -> Array:
-            deep = i * DEPTH + lax.iota(jnp.int32, DEPTH)
-            inside = None if num_inputs % DEPTH == 0 else deep < num_inputs
-            x = read_tile(x_ref, (), source, deep, inside)
-            return total + dot(x, read_tile(down_ref, (slot,), here, deep, inside).T)
+        @pl.when(jnp.sum(is_own.astype(jnp.int32)) > 0)
+        def multiply() -> None:
+            def add(i: Array, total: Array) -> Array:
+                deep = i * how.depth + lax.iota(jnp.int32, how.depth)
+                inside = None if num_inputs % how.depth == 0 else deep < num_inputs
+                x = read_tile(x_ref, (), source, deep, inside)
+                return total + dot(x, read_tile(down_ref, (slot,), here, deep, inside).T)
 
-        length = pl.cdiv(pl.cdiv(num_inputs, DEPTH), splits)
-        last = jnp.minimum((split + 1) * length, pl.cdiv(num_inputs, DEPTH))
-        total = lax.fori_loop(split * length, last, add, jnp.zeros((rows, len(rank)), jnp.float32))
-        mask = (is_own & (row < num_rows))[:, None] & (rank < num_ranks)[None, :]
-        at = (split, *index_grid(row, rank[None, :]))
-        plgpu.store(out_ref.at[at], total.astype(out_ref.dtype), mask=mask)
+            total = lax.fori_loop(split * length, last, add, jnp.zeros((how.rows, len(rank)), jnp.float32))
+            mask = (is_own & (row < num_rows))[:, None] & (rank < num_ranks)[None, :]
+            at = (split, *index_grid(row, rank[None, :]))
+            plgpu.store(out_ref.at[at], total.astype(out_ref.dtype), mask=mask)
+
+    if how.lanes == num_slots:
+        ask(lane)
+    else:
+        lax.fori_loop(0, pl.cdiv(num_slots, how.lanes), lambda i, _: ask(lane + i * how.lanes), None)
 
 
-class Adding(NamedTuple):
-    """How the second product is cut."""
+class Cut(NamedTuple):
+    """Adding, and of what."""
 
-    rows: int
-    columns: int  # of the result, all of one module
+    how: Adding
     num_slots: int
-    asks_all: bool  # slots, whether some row has them or not
+    num_ranks: int
     fused: Fused
     num_inner: int  # outputs behind the axis of the modules
     num_along: int  # outputs along it
@@ -106,90 +145,203 @@ class Adding(NamedTuple):
 
 
 def _added(
-    base: Array, ranks: Array, up: Array, fused: Fused, which: Array, activation: Activation | None = None
+    base: Array | None,
+    ranks: Array,
+    up: Array,
+    fused: Fused,
+    which: Array,
+    activation: Activation | None,
+    how: Adding | None,
 ) -> Array:
     *outputs, num_slots, num_ranks = up.shape
-    num_rows, width = len(base), math.prod(outputs) // (1 if activation is None else 2)
-    rows, is_few = _tile_rows(num_rows), num_rows <= FEW_ROWS
-    # Of few rows, so that there is work for all multiprocessors.
-    columns = (32 if width <= 8192 else 64) if is_few else 128 if activation is None else 64
+    num_rows, width = len(which), math.prod(outputs) // (1 if activation is None else 2)
+    how = how or adding(num_rows, width, activation is not None)
+    how = how._replace(rows=_tile_rows(num_rows, how.rows))
     inner, along = math.prod(outputs[fused.axis + 1 :]), outputs[fused.axis]
     if activation is None and fused.starts:
-        columns = min(columns, inner & -inner)
-    how = Adding(rows, columns, num_slots, is_few, fused, inner, along, activation)
-    out = jax.ShapeDtypeStruct((num_rows, width), base.dtype)
-    aliases = {0: 0} if activation is None else {}
-    grid = (pl.cdiv(num_rows, rows), pl.cdiv(width, columns))
-    call = launched(partial(_added_kernel, how=how), grid, out, 4 if is_few else 8, 2, aliases)
-    result: Array = call(base, ranks, up.reshape(-1, num_slots * num_ranks), which)
+        how = how._replace(columns=min(how.columns, inner & -inner))
+    if how.form == "spread":
+        ranks = _spread(ranks, which, num_slots, num_ranks, up.dtype)
+    cut = Cut(how, num_slots, num_ranks, fused, inner, along, activation)
+    out = jax.ShapeDtypeStruct((num_rows, width), up.dtype)
+    aliases = {3: 0} if base is not None and activation is None else {}
+    grid = (pl.cdiv(num_rows, how.rows), pl.cdiv(width, how.columns))
+    call = launched(partial(_added_kernel, cut=cut), grid, out, how.warps, how.stages, aliases)
+    result: Array = call(
+        ranks, up.reshape(-1, num_slots * num_ranks), which, *(() if base is None else (base,))
+    )
     return result
 
 
-def _added_kernel(
-    base_ref: Any, ranks_ref: Any, up_ref: Any, which_ref: Any, out_ref: Any, *, how: Adding
-) -> None:
-    num_rows, width = out_ref.shape
+def _spread(ranks: Array, which: Array, num_slots: int, num_ranks: int, dtype: Any) -> Array:
+    """[1, T, modules * slots * ranks]: each module's ranks at its row's slot, zeros at others."""
+    own = jnp.sum(ranks.astype(jnp.float32), axis=0).astype(dtype).reshape(len(which), -1, 1, num_ranks)
+    is_own = which[:, None] == jnp.arange(1, num_slots + 1)
+    return jnp.where(is_own[:, None, :, None], own, 0).reshape(1, len(which), -1)
+
+
+def _added_kernel(ranks_ref: Any, up_ref: Any, which_ref: Any, *refs: Any, cut: Cut) -> None:
+    *base_refs, out_ref = refs
+    how, (num_rows, width) = cut.how, out_ref.shape
     row = pl.program_id(0) * how.rows + lax.iota(jnp.int32, how.rows)
     source = jnp.minimum(row, num_rows - 1)
     first = pl.program_id(1) * how.columns
     column = first + lax.iota(jnp.int32, how.columns)
     here = column if width % how.columns == 0 else jnp.minimum(column, width - 1)
     which = plgpu.load(which_ref.at[source])
+    add = partial(FORMS[how.form], ranks_ref, up_ref, source, which, cut)
 
-    def sums(output: Array, module: Any) -> Array:
-        base = plgpu.load(base_ref.at[index_grid(source, output[None, :])]).astype(jnp.float32)
-        return _with_slots(base, ranks_ref, up_ref, source, output, module, which, how)
+    def read(output: Array) -> Array:
+        if not base_refs:
+            return jnp.zeros((how.rows, how.columns), jnp.float32)
+        return plgpu.load(base_refs[0].at[index_grid(source, output[None, :])])
 
-    if how.activation is None:
-        out = sums(here, _module(how, first))
+    if cut.activation is None:
+        out = add(read(here).astype(jnp.float32), here, _module(cut, first))
     else:
-        gate, up = sums(2 * here, 0), sums(2 * here + 1, how.fused.num_modules - 1)
-        out = how.activation(gate) * up
+        gate, up = _both(read, here, first, width, how) if how.pairs else (read(2 * here), read(2 * here + 1))
+        gate = add(gate.astype(jnp.float32), 2 * here, 0)
+        up = add(up.astype(jnp.float32), 2 * here + 1, cut.fused.num_modules - 1)
+        out = cut.activation(gate) * up
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
     plgpu.store(out_ref.at[index_grid(row, column[None, :])], out.astype(out_ref.dtype), mask=mask)
 
 
-def _module(how: Adding, column: Array) -> Array:
-    along = lax.rem(lax.div(column, how.num_inner), how.num_along)
-    return sum(((along >= start).astype(jnp.int32) for start in how.fused.starts), jnp.zeros_like(along))
+def _both(read: Any, here: Array, first: Array, width: int, how: Adding) -> tuple[Array, Array]:
+    """Gates and ups, which lie by turns: one read of all, in the order of memory."""
+    both = 2 * first + lax.iota(jnp.int32, 2 * how.columns)
+    both = both if width % how.columns == 0 else jnp.minimum(both, 2 * width - 1)
+    gate, up = jnp.unstack(read(both).reshape(how.rows, how.columns, 2), axis=2)
+    return gate, up
 
 
-def _with_slots(
-    total: Array,
-    ranks_ref: Any,
-    up_ref: Any,
-    row: Array,
-    output: Array,
-    module: Any,
-    which: Array,
-    how: Adding,
-) -> Array:
-    """total [R, C], and what the rows' own slots add to these outputs of one module."""
-    num_slots, num_ranks = how.num_slots, up_ref.shape[1] // how.num_slots
-    rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
-    inside = None if len(rank) == num_ranks else rank < num_ranks
-    has = (which > 0)[:, None] & (rank < num_ranks)[None, :]
-    at = index_grid(row, (module * num_ranks + rank)[None, :])
+def _module(cut: Cut, column: Array) -> Array:
+    along = lax.rem(lax.div(column, cut.num_inner), cut.num_along)
+    return sum(((along >= start).astype(jnp.int32) for start in cut.fused.starts), jnp.zeros_like(along))
+
+
+# ---- forms of the second product: total [R, C], and what the rows' own slots add to these outputs of one
+# module
+
+
+def _own_ranks(ranks_ref: Any, row: Array, module: Any, which: Array, cut: Cut, dtype: Any) -> Any:
+    """[R, ranks], and which of these there are."""
+    rank = lax.iota(jnp.int32, max(next_power(cut.num_ranks), MIN_DOT))
+    has = (which > 0)[:, None] & (rank < cut.num_ranks)[None, :]
+    at = index_grid(row, (module * cut.num_ranks + rank)[None, :])
     parts = [plgpu.load(ranks_ref.at[(i, *at)], mask=has, other=0) for i in range(len(ranks_ref))]
-    ranks = sum(parts[1:], parts[0]).astype(up_ref.dtype)
+    return sum(parts[1:], parts[0]).astype(dtype), rank
 
-    def read(slot: Any) -> Array:
-        return read_tile(up_ref, (), output, slot * num_ranks + rank, inside)
 
-    def add(slot: Any, weights: Array, total: Array) -> Array:
-        is_own = (which == slot + 1)[:, None]
-        return total + dot(jnp.where(is_own, ranks, jnp.zeros_like(ranks)), weights.T)
+def _of_slot(up_ref: Any, output: Array, slot: Any, rank: Array, cut: Cut) -> Array:
+    inside = None if len(rank) == cut.num_ranks else rank < cut.num_ranks
+    return read_tile(up_ref, (), output, slot * cut.num_ranks + rank, inside)
 
-    if how.asks_all:
-        for begin in range(0, num_slots, TOGETHER):
-            slots = range(begin, min(begin + TOGETHER, num_slots))
-            for slot, weights in [(slot, read(slot)) for slot in slots]:
-                total = add(slot, weights, total)
-        return total
+
+def _masked(
+    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
+) -> Array:
+    """All slots, a few at a time; a product sees zeros for the rows of others."""
+    ranks, rank = _own_ranks(ranks_ref, row, module, which, cut, up_ref.dtype)
+    for begin in range(0, cut.num_slots, TOGETHER):
+        slots = range(begin, min(begin + TOGETHER, cut.num_slots))
+        for slot, weights in [(slot, _of_slot(up_ref, output, slot, rank, cut)) for slot in slots]:
+            own = jnp.where((which == slot + 1)[:, None], ranks, jnp.zeros_like(ranks))
+            total = total + dot(own, weights.T)
+    return total
+
+
+def _selected(
+    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
+) -> Array:
+    """All slots, one after another; the rows of others throw away what a product says. So its first factor
+    stays where it is."""
+    ranks, rank = _own_ranks(ranks_ref, row, module, which, cut, up_ref.dtype)
+
+    def add(slot: Array, total: Array) -> Array:
+        product = dot(ranks, _of_slot(up_ref, output, slot, rank, cut).T)
+        return total + jnp.where((which == slot + 1)[:, None], product, 0)
+
+    return lax.fori_loop(0, cut.num_slots, add, total)
+
+
+def _used(
+    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
+) -> Array:
+    """The slots that some row has."""
+    ranks, rank = _own_ranks(ranks_ref, row, module, which, cut, up_ref.dtype)
+
+    def add(slot: Array, total: Array) -> Array:
+        own = jnp.where((which == slot + 1)[:, None], ranks, jnp.zeros_like(ranks))
+        return total + dot(own, _of_slot(up_ref, output, slot, rank, cut).T)
 
     def add_used(slot: Array, total: Array) -> Array:
         is_used = jnp.sum((which == slot + 1).astype(jnp.int32)) > 0
-        return lax.cond(is_used, lambda total: add(slot, read(slot), total), lambda total: total, total)
+        return lax.cond(is_used, lambda total: add(slot, total), lambda total: total, total)
 
-    lowest = jnp.min(jnp.where(which > 0, which, num_slots + 1)) - 1
+    lowest = jnp.min(jnp.where(which > 0, which, cut.num_slots + 1)) - 1
     return lax.fori_loop(lowest, jnp.max(which), add_used, total)
+
+
+def _first_used(
+    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
+) -> Array:
+    """The lowest slot at once, which is that of all rows but for few tiles; then others that some row has."""
+    ranks, rank = _own_ranks(ranks_ref, row, module, which, cut, up_ref.dtype)
+
+    def add(slot: Array, total: Array) -> Array:
+        product = dot(ranks, _of_slot(up_ref, output, slot, rank, cut).T)
+        return total + jnp.where((which == slot + 1)[:, None], product, 0)
+
+    def add_used(slot: Array, total: Array) -> Array:
+        is_used = jnp.sum((which == slot + 1).astype(jnp.int32)) > 0
+        return lax.cond(is_used, lambda total: add(slot, total), lambda total: total, total)
+
+    lowest = jnp.min(jnp.where(which > 0, which, cut.num_slots)) - 1
+    return lax.fori_loop(lowest + 1, jnp.max(which), add_used, add(lowest, total))
+
+
+def _all_spread(
+    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
+) -> Array:
+    """All slots as one product, of rows that are zeros but for their own."""
+    num = up_ref.shape[1]
+    depth = min(max(next_power(num), MIN_DOT), SPREAD_DEPTH)
+
+    def add(i: Array, total: Array) -> Array:
+        place = i * depth + lax.iota(jnp.int32, depth)
+        inside = None if num % depth == 0 else place < num
+        ranks = read_tile(ranks_ref, (jnp.int32(0),), row, module * num + place, inside)
+        return total + dot(ranks, read_tile(up_ref, (), output, place, inside).T)
+
+    return lax.fori_loop(0, pl.cdiv(num, depth), add, total)
+
+
+def _gathered(
+    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
+) -> Array:
+    """The same, but rows are spread as they are read."""
+    num = up_ref.shape[1]
+    depth = min(max(next_power(num), MIN_DOT), SPREAD_DEPTH)
+
+    def add(i: Array, total: Array) -> Array:
+        place = i * depth + lax.iota(jnp.int32, depth)
+        inside = None if num % depth == 0 else place < num
+        slot, rank = lax.div(place, cut.num_ranks), lax.rem(place, cut.num_ranks)
+        is_own = which[:, None] == slot[None, :] + 1
+        at = index_grid(row, (module * cut.num_ranks + rank)[None, :])
+        parts = [plgpu.load(ranks_ref.at[(i, *at)], mask=is_own, other=0) for i in range(len(ranks_ref))]
+        ranks = sum(parts[1:], parts[0]).astype(up_ref.dtype)
+        return total + dot(ranks, read_tile(up_ref, (), output, place, inside).T)
+
+    return lax.fori_loop(0, pl.cdiv(num, depth), add, total)
+
+
+FORMS = {
+    "masked": _masked,
+    "selected": _selected,
+    "used": _used,
+    "first": _first_used,
+    "spread": _all_spread,
+    "gathered": _gathered,
+}
