@@ -58,15 +58,11 @@ MANY = (  # (columns, depth, warps, stages, together)
 SPLITS = (1, 2, 4, 8)
 WORDS = (  # (columns, warps, stages) for quantized experts
     (32, 4, 3),
-    (64, 2, 3),
     (64, 4, 2),
     (64, 4, 3),
     (64, 4, 4),
-    (64, 8, 3),
     (128, 4, 2),
     (128, 4, 3),
-    (128, 8, 2),
-    (128, 8, 3),
 )
 ROUNDINGS = {
     "int4": Rounding(4, 128),
@@ -182,12 +178,12 @@ def speed(name: str, tokens: list[int], to: Rounding | None) -> None:
 
 def tilings(rows: int, gated: bool, is_quantized: bool) -> list[Tiling]:
     if is_quantized:
-        splits = SPLITS if not gated and rows <= 32 else (1,)
-        return [Tiling(rows, c, 0, 8, s, w, n) for c, w, n in WORDS for s in splits]
+        splits = SPLITS if rows <= 32 else (1,)
+        return [Tiling(rows, c, 128, 8, s, w, n) for c, w, n in WORDS for s in splits]
     if rows <= 64:
         found = [Tiling(rows, c, d, 8, s, w, n) for c, d, s, w, n in FEW]
-        more = SPLITS[1:] if not gated and rows <= 32 else ()
-        return found + [Tiling(rows, c, 128, 8, s, 4, 4) for s in more for c in (32, 64)]
+        more = SPLITS[1:] if rows <= 32 else ()
+        return found + [Tiling(rows, c, 128, 8, s, w, 4) for s in more for c in (32, 64, 128) for w in (4, 8)]
     halves = 2 if gated else 1
     return [Tiling(rows, c, d, g, 1, w, n) for c, d, w, n, g in MANY if c * halves <= 256]
 
@@ -227,14 +223,19 @@ def swept(
     matrices = weight.reshape(shape.num, -1, depth) if isinstance(weight, jax.Array) else weight
 
     def products(tiling: Tiling, x: jax.Array, pairs: Any, matrices: Any) -> Any:
-        gates = ExpertOptions(jax.nn.silu, scale_input=False) if gated else None
-        product = Product(shape.per_token, gates, True, tiling)
-        out_shape = (num_pairs, shape.width) if gated else (tiling.splits, num_pairs, shape.inputs)
-        dtype = x.dtype if gated else jnp.float32
+        gates = ExpertOptions(jax.nn.silu, scale_input=False) if gated and tiling.splits == 1 else None
+        product = Product(shape.per_token, gated, gates, True, tiling)
+        width = 2 * shape.width if gated else shape.inputs
+        out_shape = (tiling.splits, num_pairs, width) if gates is None else (num_pairs, shape.width)
+        dtype = jnp.float32 if gates is None else x.dtype
 
         @jax.jit
         def multiply(x: jax.Array) -> jax.Array:  # traced once
-            return gpu_experts.multiply(x, *pairs, matrices, out_shape, dtype, product)
+            out = gpu_experts.multiply(x, *pairs, matrices, out_shape, dtype, product)
+            if not gated or gates is not None:
+                return out
+            sums = jnp.sum(out, axis=0)
+            return jax.nn.silu(sums[:, : shape.width]) * sums[:, shape.width :]
 
         for _ in range(calls):
             out = multiply(x)

@@ -52,13 +52,13 @@ class Adding(NamedTuple):
 
 
 def ranking(num_rows: int) -> Ranking:
-    return Ranking(64, 128, 4, 256, 4, 4) if num_rows <= FEW_ROWS else Ranking(128, 128, 1, 256, 4, 4)
+    return Ranking(64, 128, 8, 256, 4, 4) if num_rows <= FEW_ROWS else Ranking(128, 128, 1, 256, 4, 4)
 
 
 def adding(num_rows: int, width: int, gated: bool) -> Adding:
     if num_rows <= FEW_ROWS:  # so that there is work for all multiprocessors
-        return Adding("masked", 64, 32 if width <= 8192 else 64, 4, 2, pairs=False)
-    return Adding("used", 128, 64 if gated else 128, 8, 2, pairs=False)
+        return Adding("spread" if gated else "selected", 64, 32 if width <= 8192 else 64, 4, 4)
+    return Adding("first", 64, 64, 4, 2) if gated else Adding("used", 128, 128, 8, 2)
 
 
 def add_adapters(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,8 @@ from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power, re
 from hex_llm.kernels.gpu_quantized import SLAB, QuantizedWords, read_scales, weights_of
 
 MIN_ROWS, MAX_ROWS = 16, 128
+DEPTH = 128  # of a step through the weights of few rows; of quantized ones it is a block of words
+ROWS_FIRST = 32  # with more, quantized weights are the first factor, which can stay in registers
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,9 @@ class Tiling:
 
     rows: int  # of a block, all of one expert
     columns: int  # of the result; of gate and up, so many of each
-    depth: int  # of the factors, at a time; of quantized ones it is a block of words
+    depth: int  # of the factors, at a time; quantized ones have their own
     together: int  # blocks of rows that run side by side, so that they share the weights
-    splits: int  # programs that share the depth of a tile; 1 where gates are made
+    splits: int  # programs that share the depth of a tile; with one alone the kernel makes the gates itself
     warps: int
     stages: int
 
@@ -46,7 +48,10 @@ class Product:
     """What one of the two does."""
 
     per_token: int
-    gates: ExpertOptions | None  # None: the second, without gates
+    is_first: (
+        bool  # rows are tokens, and results lie in the order of experts; of the second it is the reverse
+    )
+    gates: ExpertOptions | None  # of the first: which the kernel makes
     scaled: bool  # by the scores
     tiling: Tiling
 
@@ -77,9 +82,15 @@ def fused_moe(
     if not isinstance(both, QuantizedWords):
         both = both.reshape(num_experts, 2 * width, -1)
     bias = None if options.bias is None else options.bias.reshape(num_experts, 2 * width)
-    first = Product(per_token, options._replace(bias=None), options.scale_input, tilings[0])
-    hidden = multiply(x, *pairs, both, (chosen.size, width), x.dtype, first, bias)
-    second = Product(per_token, None, not options.scale_input, tilings[1])
+    first = Product(per_token, True, options._replace(bias=None), options.scale_input, tilings[0])
+    if tilings[0].splits == 1:
+        hidden = multiply(x, *pairs, both, (chosen.size, width), x.dtype, first, bias)
+    else:
+        first, out_shape = replace(first, gates=None), (tilings[0].splits, chosen.size, 2 * width)
+        sums = jnp.sum(multiply(x, *pairs, both, out_shape, jnp.float32, first), axis=0)
+        sums = sums if bias is None else sums + bias[chosen.reshape(-1)[pairs[0]]]
+        hidden = options.gated(sums[:, :width], sums[:, width:]).astype(x.dtype)
+    second = Product(per_token, False, None, not options.scale_input, tilings[1])
     splits = tilings[1].splits
     summed = x.dtype if splits * per_token == 1 else jnp.float32
     expert_out = multiply(hidden, *pairs, down, (splits, chosen.size, len(x[0])), summed, second)
@@ -92,11 +103,16 @@ def _outputs(matrix: Array | QuantizedWords) -> tuple[int, ...]:
 
 
 def up_tiling(chosen: Array, gate_up: Array | QuantizedWords) -> Tiling:
-    rows = _rows(chosen, gate_up)
+    rows, (num_experts, _, width) = _rows(chosen, gate_up), _outputs(gate_up)
+    blocks = min(chosen.size, num_experts) * pl.cdiv(2 * width, 64)
     if isinstance(gate_up, QuantizedWords):
-        return Tiling(rows, columns=64, depth=0, together=8, splits=1, warps=4, stages=3)
+        splits = max(min(1024 // blocks, 4), 1) if rows <= 16 else 1
+        return Tiling(rows, columns=64, depth=DEPTH, together=8, splits=splits, warps=4, stages=3)
     if gate_up.dtype == jnp.float32:  # the same for all batches, so that rows do not depend on their number
         return Tiling(32, columns=32, depth=32, together=8, splits=1, warps=4, stages=2)
+    if rows <= 16 and width <= 2048:  # many experts, and little work in each
+        splits = max(min(512 // blocks, 2), 1)
+        return Tiling(rows, columns=64, depth=DEPTH, together=8, splits=splits, warps=4, stages=3)
     if rows <= 16:  # bound by the weights: many reads ahead
         return Tiling(rows, columns=32, depth=128, together=8, splits=1, warps=4, stages=4)
     if rows <= 32:
@@ -109,13 +125,15 @@ def up_tiling(chosen: Array, gate_up: Array | QuantizedWords) -> Tiling:
 def down_tiling(chosen: Array, down: Array | QuantizedWords) -> Tiling:
     rows, (num_experts, num_columns) = _rows(chosen, down), _outputs(down)
     blocks = min(chosen.size, num_experts) * pl.cdiv(num_columns, 64)
-    splits = max(min(1024 // blocks, 8), 1) if rows <= 32 else 1  # so that all multiprocessors read
+    num_inputs = down.num_inputs if isinstance(down, QuantizedWords) else down.shape[2]
+    # So that all multiprocessors read, and each for a while.
+    splits = max(min(1024 // blocks, 8, num_inputs // (3 * DEPTH)), 1) if rows <= 32 else 1
     if isinstance(down, QuantizedWords):
-        return Tiling(rows, columns=64, depth=0, together=8, splits=splits, warps=4, stages=3)
+        return Tiling(rows, columns=64, depth=DEPTH, together=8, splits=splits, warps=4, stages=3)
     if down.dtype == jnp.float32:
         return Tiling(32, columns=32, depth=32, together=8, splits=1, warps=4, stages=2)
     if rows <= 32:
-        return Tiling(rows, columns=64, depth=128, together=8, splits=splits, warps=4, stages=4)
+        return Tiling(rows, columns=64, depth=DEPTH, together=8, splits=splits, warps=4, stages=4)
     if rows <= 64:
         return Tiling(rows, columns=128, depth=64, together=8, splits=1, warps=4, stages=4)
     return Tiling(rows, columns=256, depth=64, together=16, splits=1, warps=8, stages=4)
@@ -144,8 +162,9 @@ def multiply(
     product: Product,
     bias: Array | None = None,
 ) -> Array:
-    """With gates: x [T, K], weight [E, 2 * N, K], bias [E, 2 * N] -> [P, N], in the order of experts.
-    Without: x [P, K] in that order, weight [E, N, K] -> [splits, P, N], as pairs are numbered."""
+    """The first: x [T, K], weight [E, 2 * N, K], bias [E, 2 * N] -> [P, N], in the order of experts; without
+    gates, [splits, P, 2 * N]. The second: x [P, K] in that order, weight [E, N, K] -> [splits, P, N], in the
+    order of pairs."""
     tiling, words = product.tiling, weight if isinstance(weight, QuantizedWords) else None
     num_blocks = most_blocks(len(order), len(ends), tiling.rows)
     grid = (num_blocks * pl.cdiv(out_shape[-1], tiling.columns), tiling.splits)
@@ -183,11 +202,9 @@ def _multiply_kernel(
         column = column_block * tiling.columns + lax.iota(jnp.int32, tiling.columns)
         # What is not there is read from somewhere else instead, and not stored.
         here = column if num_columns % tiling.columns == 0 else jnp.minimum(column, num_columns - 1)
-        if product.gates is None:
-            source, matrices = jnp.where(valid, place, start), [here]
-        else:
-            source = jnp.minimum(lax.div(pair, product.per_token), len(x_ref) - 1)
-            matrices = [here, num_columns + here]
+        token = jnp.minimum(lax.div(pair, product.per_token), len(x_ref) - 1)
+        source = token if product.is_first else jnp.where(valid, place, start)
+        matrices = [here] if product.gates is None else [here, num_columns + here]
         sums = dots(x_ref, weight_ref, expert, source, matrices, split, tiling)
         if product.scaled:
             scale = plgpu.load(scores_ref.at[pair], mask=valid, other=0)
@@ -195,11 +212,9 @@ def _multiply_kernel(
         if bias_ref is not None:
             bias = [plgpu.load(bias_ref.at[expert, matrix]).astype(jnp.float32) for matrix in matrices]
             sums = [one + added[None, :] for one, added in zip(sums, bias, strict=True)]
-        at: tuple[Array, ...]
-        if product.gates is None:
-            out, at = sums[0], (split, *index_grid(pair, column[None, :]))
-        else:
-            out, at = product.gates.gated(sums[0], sums[1]), index_grid(place, column[None, :])
+        out = sums[0] if product.gates is None else product.gates.gated(sums[0], sums[1])
+        at: tuple[Array, ...] = index_grid(place if product.is_first else pair, column[None, :])
+        at = at if product.gates is not None else (split, *at)
         mask = valid[:, None] & (column < num_columns)[None, :]
         plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=mask)
 
@@ -248,28 +263,35 @@ def _dots_of_words(
     num_outputs, num_blocks = math.prod(matrix.outputs[1:]), words_ref.shape[1] // SLAB
     outputs = [expert * num_outputs + one for one in matrices]
     together = min(matrix.group // SLAB, per_word)  # slabs of a block that share scales
+    rows_first = tiling.rows <= ROWS_FIRST
+    length = pl.cdiv(num_blocks, tiling.splits)
+    is_filled = num_blocks % tiling.splits == num_inputs % (per_word * SLAB) == 0
 
-    def add(block: Array, sums: list[Array]) -> list[Array]:
-        place = block * SLAB + lax.iota(jnp.int32, SLAB)
+    def add(i: Array, sums: list[Array]) -> list[Array]:
+        block = split * length + i
+        # A block too many is the last one again, with zeros for its inputs.
+        own = block if num_blocks % tiling.splits == 0 else jnp.minimum(block, num_blocks - 1)
+        place = own * SLAB + lax.iota(jnp.int32, SLAB)
         words = [plgpu.load(words_ref.at[index_grid(output, place[None, :])]) for output in outputs]
         for j in range(per_word):
-            slab = block * per_word + j
             if j % together == 0:
-                scales = [read_scales(scales_ref, output, slab, matrix) for output in outputs]
-            deep = slab * SLAB + lax.iota(jnp.int32, SLAB)
-            inside = None if num_inputs % (per_word * SLAB) == 0 else deep < num_inputs
-            x = read_tile(x_ref, (), rows, deep, inside).T
+                scales = [read_scales(scales_ref, output, own * per_word + j, matrix) for output in outputs]
+            deep = (block * per_word + j) * SLAB + lax.iota(jnp.int32, SLAB)
+            x = read_tile(x_ref, (), rows, deep, None if is_filled else deep < num_inputs)
             weights = [
                 weights_of(own, j, matrix, *scale, x.dtype) for own, scale in zip(words, scales, strict=True)
             ]
-            sums = [one + dot(weight, x) for one, weight in zip(sums, weights, strict=True)]
+            if rows_first:
+                sums = [one + dot(x, weight.T) for one, weight in zip(sums, weights, strict=True)]
+            else:
+                sums = [one + dot(weight, x.T) for one, weight in zip(sums, weights, strict=True)]
         return sums
 
-    length = pl.cdiv(num_blocks, tiling.splits)
-    first = split * length
-    last = jnp.minimum(first + length, num_blocks)
-    zeros = [jnp.zeros((tiling.columns, tiling.rows), jnp.float32) for _ in matrices]
-    return [one.T for one in lax.fori_loop(first, last, add, zeros)]
+    shape = (tiling.rows, tiling.columns) if rows_first else (tiling.columns, tiling.rows)
+    zeros = [jnp.zeros(shape, jnp.float32) for _ in matrices]
+    # A number of turns that the compiler knows: reads are then begun ahead.
+    out = lax.fori_loop(0, length, add, zeros)
+    return out if rows_first else [one.T for one in out]
 
 
 def _tile(num_blocks: int, num_columns: int, together: int) -> tuple[Array, Array]:
