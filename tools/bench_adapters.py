@@ -50,8 +50,8 @@ class Product(NamedTuple):
 
 
 class Way(NamedTuple):
-    """`place`: what adapters add comes "after" the product, "before" it, so that cuBLAS adds it, or before it
-    and into what goes "around". "ranks": the first kernel alone; "all": by XLA, what is expected."""
+    """`place`: what adapters add comes "after" the product; "ranks": the first kernel alone; "all": by XLA,
+    which is what is expected."""
 
     place: str = "after"
     first: Ranking | None = None
@@ -80,57 +80,32 @@ TINY = {
 
 
 def few_ways(product: Product) -> dict[str, Way]:
-    columns = 64 if product.gated else 32
-    split8, deep = Ranking(64, 128, 8, 256, 4, 4), Ranking(64, 256, 4, 256, 4, 3)
-    selected = Adding("selected", 64, columns, 4, 4)
-    ways = {
+    columns, fewer = 64 if product.gated else 32, Ranking(64, 128, 4, 4, 4)
+    selected, spread = (Adding(form, 64, columns, 4, 4) for form in ("selected", "spread"))
+    return {
         "now": Way(),
         "now concurrent": Way(is_concurrent=True),
         "selected": Way(second=selected),
-        "selected half the columns": Way(second=selected._replace(columns=columns // 2)),
-        "selected 8 splits": Way(first=split8, second=selected),
-        "selected concurrent": Way(second=selected, is_concurrent=True),
-        "spread": Way(second=Adding("spread", 64, columns, 4, 4)),
-        "spread twice the columns": Way(second=Adding("spread", 64, 2 * columns, 4, 4)),
-        "gathered": Way(second=Adding("gathered", 64, columns, 4, 4)),
+        "selected 4 splits": Way(first=fewer, second=selected),
+        "spread": Way(second=spread),
+        "spread 4 splits": Way(first=fewer, second=spread),
         "ranks alone: now": Way("ranks"),
-        "ranks alone: 8 splits": Way("ranks", split8),
-        "ranks alone: deep": Way("ranks", deep),
+        "ranks alone: 4 splits": Way("ranks", fewer),
     }
-    if product.gated:
-        ways["now pairs"] = Way(second=Adding("masked", 64, columns, 4, 2))
-        return ways
-    place = "around" if product.adds_to else "before"
-    ways[f"selected {place}"] = Way(place, None, selected)
-    ways[f"selected {place} concurrent"] = Way(place, None, selected, is_concurrent=True)
-    return ways
 
 
 def many_ways(product: Product) -> dict[str, Way]:
     columns = 64 if product.gated else 128
     first = Adding("first", 128, columns, 8, 2)
-    small = Adding("first", 64, columns, 4, 2)
-    lanes = Ranking(64, 128, 1, 2, 4, 4)
-    ways = {
+    return {
         "now": Way(),
+        "used": Way(second=Adding("used", 128, columns, 8, 2)),
         "first": Way(second=first),
-        "first 64 rows": Way(second=small),
+        "first 64 rows": Way(second=Adding("first", 64, columns, 4, 2)),
         "first half the columns": Way(second=first._replace(columns=columns // 2, warps=4)),
         "ranks alone: now": Way("ranks"),
-        "ranks alone: 64 rows": Way("ranks", Ranking(64, 128, 1, 256, 4, 4)),
-        "ranks alone: 64 rows 2 lanes": Way("ranks", lanes),
-        "ranks alone: 64 rows 2 lanes depth 64": Way("ranks", Ranking(64, 64, 1, 2, 4, 4)),
-        "ranks alone: 128 rows 2 lanes 2 splits": Way("ranks", Ranking(128, 64, 2, 2, 4, 4)),
-        "ranks alone: 128 rows 2 lanes 4 splits": Way("ranks", Ranking(128, 64, 4, 2, 8, 3)),
+        "ranks alone: 64 rows": Way("ranks", Ranking(64, 128, 1, 4, 4)),
     }
-    if product.gated:
-        ways["now pairs"] = Way(second=Adding("used", 128, columns, 8, 2))
-        ways["first twice the columns"] = Way(second=first._replace(columns=2 * columns))
-        return ways
-    place = "around" if product.adds_to else "before"
-    ways[f"first {place}"] = Way(place, None, first)
-    ways[f"first 64 rows {place}"] = Way(place, None, small)
-    return ways
 
 
 def call(
@@ -140,7 +115,7 @@ def call(
     matrix = Dense(layer.matrix, len(product.outputs))
     others: tuple[Array, ...] = ()
 
-    def add(out: Array | None, adder: Any = add_adapters, **how: Any) -> Array:
+    def add(out: Array, adder: Any = add_adapters, **how: Any) -> Array:
         given = (out, x, layer.down, layer.up, product.fused, which, product.activation)
         added: Array = adder(*given, **how)
         return added
@@ -150,10 +125,6 @@ def call(
     if way is None or place == "ranks":
         out = matrix.gated(x, jax.nn.silu) if product.gated else linear(x, matrix)
         others = () if way is None else (ranks_of_rows(x, layer.down, which, way.first),)
-    elif place == "around":
-        return (add(around, **how) + linear(x, matrix),)
-    elif place == "before":
-        out = linear(x, matrix) + add(None, **how)
     else:
         out = add(linear(x, matrix), add_by_all) if place == "all" else add(linear(x, matrix), **how)
     return (around + out if product.adds_to else out, *others)
@@ -164,7 +135,7 @@ def calls(
 ) -> list[Array]:
     """What must be made: all results, but where one is added to the next by a kernel, in place, the last."""
     found: list[Array] = []
-    in_place = product.adds_to and (way is None or way.place in ("around", "ranks"))
+    in_place = product.adds_to and (way is None or way.place == "ranks")
     one = jax.jit(partial(call, product, way))  # traced once
     for i in range(num):
         out, *others = one(x, around, layers[i % len(layers)], which)

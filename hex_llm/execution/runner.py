@@ -71,8 +71,6 @@ PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
 # kernels. Elsewhere there are none: the more graphs exist, the longer each takes (docs/kernels.md).
 MAX_GRAPH_TOKENS = 512
 GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
-# Of adapters' kernels some need not wait for others.
-CONCURRENT_GRAPHS = GRAPHS | {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 NO_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1_000_000}
 # cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md).
 UNTRIED_PRODUCTS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
@@ -342,8 +340,7 @@ class Runner(StepRunner):
         if not isinstance(key, StepShape) or key.num_tokens > MAX_GRAPH_TOKENS:
             return NO_GRAPHS | UNTRIED_PRODUCTS
         # One row's products are worth trying: there XLA's own kernels are the fastest.
-        graphs = CONCURRENT_GRAPHS if key.adapted else GRAPHS
-        return graphs if key.num_tokens == 1 else graphs | UNTRIED_PRODUCTS
+        return GRAPHS if key.num_tokens == 1 else GRAPHS | UNTRIED_PRODUCTS
 
     def _op_by_op(self, key: Key) -> Program:
         function = self._described(key).function

@@ -25,7 +25,6 @@ from hex_llm.kernels.gpu_launch import MIN_DOT, dot, index_grid, launched, next_
 
 FEW_ROWS = 256  # decodes
 MIN_SPLIT = 512  # the fewest inputs that are worth a program
-TOGETHER = 8  # slots of decodes whose reads overlap
 SPREAD_DEPTH = 64
 
 
@@ -35,7 +34,6 @@ class Ranking(NamedTuple):
     rows: int
     depth: int  # inputs at a time
     splits: int  # at most: programs that share the inputs of a row; all of the second product read each part
-    lanes: int  # at most: programs that share the slots of a tile
     warps: int
     stages: int
 
@@ -48,11 +46,10 @@ class Adding(NamedTuple):
     columns: int  # of the result, all of one module
     warps: int
     stages: int
-    pairs: bool = True  # gates and ups are read as they lie, and parted in registers
 
 
 def ranking(num_rows: int) -> Ranking:
-    return Ranking(64, 128, 8, 256, 4, 4) if num_rows <= FEW_ROWS else Ranking(128, 128, 1, 256, 4, 4)
+    return Ranking(64, 128, 8, 4, 4) if num_rows <= FEW_ROWS else Ranking(128, 128, 1, 4, 4)
 
 
 def adding(num_rows: int, width: int, gated: bool) -> Adding:
@@ -62,7 +59,7 @@ def adding(num_rows: int, width: int, gated: bool) -> Adding:
 
 
 def add_adapters(
-    out: Array | None,
+    out: Array,
     x: Array,
     down: Array,
     up: Array,
@@ -72,12 +69,12 @@ def add_adapters(
     first: Ranking | None = None,
     second: Adding | None = None,
 ) -> Array:
-    """See kernels.adapters.AddAdapters. out [T, *outputs], or None for zeros, x [T, K],
-    down [slots, modules * ranks, K], up [*outputs, slots, ranks]; which [T] counts slots from 1, 0: none."""
-    flat = None if out is None else out.reshape(len(x), -1)
+    """See kernels.adapters.AddAdapters. out [T, *outputs], x [T, K], down [slots, modules * ranks, K],
+    up [*outputs, slots, ranks]; which [T] counts slots from 1, 0: none."""
+    flat = out.reshape(len(x), -1)
     ranks = ranks_of_rows(x, down, which, first)
     added = _added(flat, ranks, up, fused, which, activation, second)
-    return added.reshape(len(x), *up.shape[:-2]) if activation is None else added
+    return added.reshape(out.shape) if activation is None else added
 
 
 def ranks_of_rows(x: Array, down: Array, which: Array, how: Ranking | None = None) -> Array:
@@ -85,9 +82,9 @@ def ranks_of_rows(x: Array, down: Array, which: Array, how: Ranking | None = Non
     down, how = down.reshape(*down.shape[:2], -1), how or ranking(len(x))
     num_slots, num_ranks, num_inputs = down.shape
     splits = max(min(how.splits, num_inputs // MIN_SPLIT), 1)
-    how = how._replace(rows=_tile_rows(len(x), how.rows), splits=splits, lanes=min(how.lanes, num_slots))
+    how = how._replace(rows=_tile_rows(len(x), how.rows), splits=splits)
     out = jax.ShapeDtypeStruct((splits, len(x), num_ranks), x.dtype if splits == 1 else jnp.float32)
-    grid = (pl.cdiv(len(x), how.rows), how.lanes, splits)
+    grid = (pl.cdiv(len(x), how.rows), num_slots, splits)
     call = launched(partial(_ranks_kernel, how=how), grid, out, how.warps, how.stages)
     result: Array = call(x, down, which)
     return result
@@ -98,38 +95,31 @@ def _tile_rows(num_rows: int, most: int) -> int:
 
 
 def _ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, how: Ranking) -> None:
-    tile, lane, split = (pl.program_id(axis) for axis in range(3))
+    tile, slot, split = (pl.program_id(axis) for axis in range(3))
     num_rows, num_inputs = x_ref.shape
-    num_slots, num_ranks, _ = down_ref.shape
+    num_ranks = down_ref.shape[1]
     row = tile * how.rows + lax.iota(jnp.int32, how.rows)
     # What is not there is read from somewhere else instead, and not stored.
     source = jnp.minimum(row, num_rows - 1)
-    which = plgpu.load(which_ref.at[source])
-    rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
-    here = jnp.minimum(rank, num_ranks - 1)
-    length = pl.cdiv(pl.cdiv(num_inputs, how.depth), how.splits)
-    last = jnp.minimum((split + 1) * length, pl.cdiv(num_inputs, how.depth))
+    is_own = plgpu.load(which_ref.at[source]) == slot + 1
 
-    def ask(slot: Any) -> None:
-        is_own = which == slot + 1
+    @pl.when(jnp.sum(is_own.astype(jnp.int32)) > 0)
+    def multiply() -> None:
+        rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
+        here = jnp.minimum(rank, num_ranks - 1)
 
-        @pl.when(jnp.sum(is_own.astype(jnp.int32)) > 0)
-        def multiply() -> None:
-            def add(i: Array, total: Array) -> Array:
-                deep = i * how.depth + lax.iota(jnp.int32, how.depth)
-                inside = None if num_inputs % how.depth == 0 else deep < num_inputs
-                x = read_tile(x_ref, (), source, deep, inside)
-                return total + dot(x, read_tile(down_ref, (slot,), here, deep, inside).T)
+        def add(i: Array, total: Array) -> Array:
+            deep = i * how.depth + lax.iota(jnp.int32, how.depth)
+            inside = None if num_inputs % how.depth == 0 else deep < num_inputs
+            x = read_tile(x_ref, (), source, deep, inside)
+            return total + dot(x, read_tile(down_ref, (slot,), here, deep, inside).T)
 
-            total = lax.fori_loop(split * length, last, add, jnp.zeros((how.rows, len(rank)), jnp.float32))
-            mask = (is_own & (row < num_rows))[:, None] & (rank < num_ranks)[None, :]
-            at = (split, *index_grid(row, rank[None, :]))
-            plgpu.store(out_ref.at[at], total.astype(out_ref.dtype), mask=mask)
-
-    if how.lanes == num_slots:
-        ask(lane)
-    else:
-        lax.fori_loop(0, pl.cdiv(num_slots, how.lanes), lambda i, _: ask(lane + i * how.lanes), None)
+        length = pl.cdiv(pl.cdiv(num_inputs, how.depth), how.splits)
+        last = jnp.minimum((split + 1) * length, pl.cdiv(num_inputs, how.depth))
+        total = lax.fori_loop(split * length, last, add, jnp.zeros((how.rows, len(rank)), jnp.float32))
+        mask = (is_own & (row < num_rows))[:, None] & (rank < num_ranks)[None, :]
+        at = (split, *index_grid(row, rank[None, :]))
+        plgpu.store(out_ref.at[at], total.astype(out_ref.dtype), mask=mask)
 
 
 class Cut(NamedTuple):
@@ -145,7 +135,7 @@ class Cut(NamedTuple):
 
 
 def _added(
-    base: Array | None,
+    base: Array,
     ranks: Array,
     up: Array,
     fused: Fused,
@@ -164,12 +154,10 @@ def _added(
         ranks = _spread(ranks, which, num_slots, num_ranks, up.dtype)
     cut = Cut(how, num_slots, num_ranks, fused, inner, along, activation)
     out = jax.ShapeDtypeStruct((num_rows, width), up.dtype)
-    aliases = {3: 0} if base is not None and activation is None else {}
+    aliases = {0: 0} if activation is None else {}
     grid = (pl.cdiv(num_rows, how.rows), pl.cdiv(width, how.columns))
     call = launched(partial(_added_kernel, cut=cut), grid, out, how.warps, how.stages, aliases)
-    result: Array = call(
-        ranks, up.reshape(-1, num_slots * num_ranks), which, *(() if base is None else (base,))
-    )
+    result: Array = call(base, ranks, up.reshape(-1, num_slots * num_ranks), which)
     return result
 
 
@@ -180,8 +168,9 @@ def _spread(ranks: Array, which: Array, num_slots: int, num_ranks: int, dtype: A
     return jnp.where(is_own[:, None, :, None], own, 0).reshape(1, len(which), -1)
 
 
-def _added_kernel(ranks_ref: Any, up_ref: Any, which_ref: Any, *refs: Any, cut: Cut) -> None:
-    *base_refs, out_ref = refs
+def _added_kernel(
+    base_ref: Any, ranks_ref: Any, up_ref: Any, which_ref: Any, out_ref: Any, *, cut: Cut
+) -> None:
     how, (num_rows, width) = cut.how, out_ref.shape
     row = pl.program_id(0) * how.rows + lax.iota(jnp.int32, how.rows)
     source = jnp.minimum(row, num_rows - 1)
@@ -192,14 +181,12 @@ def _added_kernel(ranks_ref: Any, up_ref: Any, which_ref: Any, *refs: Any, cut: 
     add = partial(FORMS[how.form], ranks_ref, up_ref, source, which, cut)
 
     def read(output: Array) -> Array:
-        if not base_refs:
-            return jnp.zeros((how.rows, how.columns), jnp.float32)
-        return plgpu.load(base_refs[0].at[index_grid(source, output[None, :])])
+        return plgpu.load(base_ref.at[index_grid(source, output[None, :])])
 
     if cut.activation is None:
         out = add(read(here).astype(jnp.float32), here, _module(cut, first))
     else:
-        gate, up = _both(read, here, first, width, how) if how.pairs else (read(2 * here), read(2 * here + 1))
+        gate, up = _both(read, first, width, how)
         gate = add(gate.astype(jnp.float32), 2 * here, 0)
         up = add(up.astype(jnp.float32), 2 * here + 1, cut.fused.num_modules - 1)
         out = cut.activation(gate) * up
@@ -207,7 +194,7 @@ def _added_kernel(ranks_ref: Any, up_ref: Any, which_ref: Any, *refs: Any, cut: 
     plgpu.store(out_ref.at[index_grid(row, column[None, :])], out.astype(out_ref.dtype), mask=mask)
 
 
-def _both(read: Any, here: Array, first: Array, width: int, how: Adding) -> tuple[Array, Array]:
+def _both(read: Any, first: Array, width: int, how: Adding) -> tuple[Array, Array]:
     """Gates and ups, which lie by turns: one read of all, in the order of memory."""
     both = 2 * first + lax.iota(jnp.int32, 2 * how.columns)
     both = both if width % how.columns == 0 else jnp.minimum(both, 2 * width - 1)
@@ -236,19 +223,6 @@ def _own_ranks(ranks_ref: Any, row: Array, module: Any, which: Array, cut: Cut, 
 def _of_slot(up_ref: Any, output: Array, slot: Any, rank: Array, cut: Cut) -> Array:
     inside = None if len(rank) == cut.num_ranks else rank < cut.num_ranks
     return read_tile(up_ref, (), output, slot * cut.num_ranks + rank, inside)
-
-
-def _masked(
-    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
-) -> Array:
-    """All slots, a few at a time; a product sees zeros for the rows of others."""
-    ranks, rank = _own_ranks(ranks_ref, row, module, which, cut, up_ref.dtype)
-    for begin in range(0, cut.num_slots, TOGETHER):
-        slots = range(begin, min(begin + TOGETHER, cut.num_slots))
-        for slot, weights in [(slot, _of_slot(up_ref, output, slot, rank, cut)) for slot in slots]:
-            own = jnp.where((which == slot + 1)[:, None], ranks, jnp.zeros_like(ranks))
-            total = total + dot(own, weights.T)
-    return total
 
 
 def _selected(
@@ -317,31 +291,9 @@ def _all_spread(
     return lax.fori_loop(0, pl.cdiv(num, depth), add, total)
 
 
-def _gathered(
-    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
-) -> Array:
-    """The same, but rows are spread as they are read."""
-    num = up_ref.shape[1]
-    depth = min(max(next_power(num), MIN_DOT), SPREAD_DEPTH)
-
-    def add(i: Array, total: Array) -> Array:
-        place = i * depth + lax.iota(jnp.int32, depth)
-        inside = None if num % depth == 0 else place < num
-        slot, rank = lax.div(place, cut.num_ranks), lax.rem(place, cut.num_ranks)
-        is_own = which[:, None] == slot[None, :] + 1
-        at = index_grid(row, (module * cut.num_ranks + rank)[None, :])
-        parts = [plgpu.load(ranks_ref.at[(i, *at)], mask=is_own, other=0) for i in range(len(ranks_ref))]
-        ranks = sum(parts[1:], parts[0]).astype(up_ref.dtype)
-        return total + dot(ranks, read_tile(up_ref, (), output, place, inside).T)
-
-    return lax.fori_loop(0, pl.cdiv(num, depth), add, total)
-
-
 FORMS = {
-    "masked": _masked,
     "selected": _selected,
     "used": _used,
     "first": _first_used,
     "spread": _all_spread,
-    "gathered": _gathered,
 }
