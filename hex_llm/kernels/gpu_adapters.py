@@ -4,12 +4,13 @@ The first leaves for each row the ranks of its own slot. The second adds to the 
 gates and ups it makes what goes on, so that these are read once, as without adapters. Rows are taken in
 tiles. Of few rows, decodes, each tile asks all slots: what is waited for are reads, and so none depends on
 another. Of many, prompts, whose rows of one adapter follow each other, a tile asks the one or two that its
-rows have. docs/kernels.md tells what was measured.
+rows have. Both are done in two forms (FORMS); docs/kernels.md tells what was measured.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from hex_llm.kernels.gpu_launch import MIN_DOT, dot, index_grid, launched, next_
 
 FEW_ROWS = 256  # decodes
 MIN_SPLIT = 512  # the fewest inputs that are worth a program
-SPREAD_DEPTH = 64
+SPREAD_DEPTH = 64  # ranks of all slots at a time
 
 
 class Ranking(NamedTuple):
@@ -225,6 +226,16 @@ def _of_slot(up_ref: Any, output: Array, slot: Any, rank: Array, cut: Cut) -> Ar
     return read_tile(up_ref, (), output, slot * cut.num_ranks + rank, inside)
 
 
+def _where_used(add: Callable[[Array, Array], Array], which: Array) -> Callable[[Array, Array], Array]:
+    """`add`, for slots that some row has."""
+
+    def add_used(slot: Array, total: Array) -> Array:
+        is_used = jnp.sum((which == slot + 1).astype(jnp.int32)) > 0
+        return lax.cond(is_used, lambda total: add(slot, total), lambda total: total, total)
+
+    return add_used
+
+
 def _selected(
     ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
 ) -> Array:
@@ -249,12 +260,8 @@ def _used(
         own = jnp.where((which == slot + 1)[:, None], ranks, jnp.zeros_like(ranks))
         return total + dot(own, _of_slot(up_ref, output, slot, rank, cut).T)
 
-    def add_used(slot: Array, total: Array) -> Array:
-        is_used = jnp.sum((which == slot + 1).astype(jnp.int32)) > 0
-        return lax.cond(is_used, lambda total: add(slot, total), lambda total: total, total)
-
     lowest = jnp.min(jnp.where(which > 0, which, cut.num_slots + 1)) - 1
-    return lax.fori_loop(lowest, jnp.max(which), add_used, total)
+    return lax.fori_loop(lowest, jnp.max(which), _where_used(add, which), total)
 
 
 def _first_used(
@@ -267,12 +274,8 @@ def _first_used(
         product = dot(ranks, _of_slot(up_ref, output, slot, rank, cut).T)
         return total + jnp.where((which == slot + 1)[:, None], product, 0)
 
-    def add_used(slot: Array, total: Array) -> Array:
-        is_used = jnp.sum((which == slot + 1).astype(jnp.int32)) > 0
-        return lax.cond(is_used, lambda total: add(slot, total), lambda total: total, total)
-
     lowest = jnp.min(jnp.where(which > 0, which, cut.num_slots)) - 1
-    return lax.fori_loop(lowest + 1, jnp.max(which), add_used, add(lowest, total))
+    return lax.fori_loop(lowest + 1, jnp.max(which), _where_used(add, which), add(lowest, total))
 
 
 def _all_spread(
