@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
+from peft.utils import transformers_weight_conversion
 
 from hex_llm.engine.engine import Engine
 from hex_llm.sampling_params import SamplingParams
@@ -83,10 +85,12 @@ class Judge:
         if options.pop("layers_to_transform", None):
             names = [one for one in names if "layers.0." in one or "lm_head" in one]
         config = LoraConfig(**options, target_modules=names)
-        if self.peft is None:
-            self.peft = get_peft_model(self.model, config, name)
-        else:
-            self.peft.add_adapter(name, config)
+        # The names are whole: PEFT would take them for those of experts' fused parameters, which end alike.
+        with patch.dict(transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING, clear=True):
+            if self.peft is None:
+                self.peft = get_peft_model(self.model, config, name)
+            else:
+                self.peft.add_adapter(name, config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for module in self.peft.modules():
