@@ -66,6 +66,15 @@ def await_tokens(server: subprocess.Popen[str], port: int, folder: Path) -> list
     raise AssertionError((folder / "log").read_text()[-3000:])
 
 
+def await_all_engines(port: int) -> None:
+    for _ in range(200):
+        stats = httpx.get(f"http://127.0.0.1:{port}/stats").json()
+        if all(one["state"] == "serving" for one in stats["engines"]):
+            return
+        time.sleep(0.5)
+    raise AssertionError(stats)
+
+
 def followers() -> list[psutil.Process]:
     return [
         one for one in psutil.process_iter(["cmdline"]) if "hex_llm.launch.ray" in (one.info["cmdline"] or [])
@@ -81,6 +90,7 @@ def test_two_nodes_serve_and_a_lost_actor_comes_back(cluster: Any, tmp_path: Pat
     try:
         for _ in range(4):
             assert await_tokens(server, port, tmp_path) == expected
+        await_all_engines(port)  # one that has never been there is no loss, but an error
         (follower,) = followers()
         actor = follower.parent()
         assert actor is not None

@@ -116,7 +116,8 @@ def test_when_one_host_is_lost_the_others_end(tmp_path, victim, how):
                 break
         hosts[victim].send_signal(how)
         hosts[1 - victim].communicate(timeout=30)
-        assert hosts[1 - victim].returncode == 1
+        # Host 0 is also where jax's own service is: who notices first, we or jax, which aborts.
+        assert hosts[1 - victim].returncode in ((1,) if victim else (1, -signal.SIGABRT))
     finally:
         for host in hosts:
             host.kill()

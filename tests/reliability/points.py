@@ -38,8 +38,8 @@ hex_llm.engine.book:RequestBook._follow
 hex_llm.scheduling.scheduler:Scheduler.schedule
 hex_llm.scheduling.scheduler:Scheduler.collect
 hex_llm.execution.batch:pack
-hex_llm.execution.runner:Runner.dispatch
-hex_llm.execution.runner:Runner.read
+hex_llm.execution.step_runner:StepRunner.dispatch
+hex_llm.execution.step_runner:StepRunner.read
 hex_llm.execution.runner:Runner.write_slots
 hex_llm.text.grammar:GrammarFactory.submit
 hex_llm.text.grammar:Matcher.mask

@@ -286,7 +286,8 @@ async def _read(reader: asyncio.StreamReader, reply: Reply, parse: bool) -> None
             elif parse:
                 *events, rest = (rest + data).split(b"\n\n")
                 for event in events:
-                    _note(event.removeprefix(b"data: "), reply)
+                    if not event.startswith(b":"):  # a comment: the stream was silent for a while
+                        _note(event.removeprefix(b"data: "), reply)
         await reader.readexactly(2)
     else:
         left = int(reply.headers.get("content-length", 0))

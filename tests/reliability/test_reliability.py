@@ -31,7 +31,10 @@ def test_exceptions_on_the_way_of_requests() -> None:
     """One on either side of the border for a request alone, and one for all."""
     points = [
         *("server hex_llm.text.detokenize:Detokenizer.add", "server hex_llm.ipc.protocol:Reader.decode"),
-        *("engine hex_llm.engine.engine:Stepper._record", "engine hex_llm.execution.runner:Runner.read"),
+        *(
+            "engine hex_llm.engine.engine:Stepper._record",
+            "engine hex_llm.execution.step_runner:StepRunner.read",
+        ),
     ]
     assert faults.main(["--rounds=1", "--only", "raises", "--points", *points]) == 0
 
