@@ -270,16 +270,17 @@ def _dots_of_words(
     def add(i: Array, sums: list[Array]) -> list[Array]:
         block = split * length + i
         # A block too many is the last one again, with zeros for its inputs.
-        own = block if num_blocks % tiling.splits == 0 else jnp.minimum(block, num_blocks - 1)
-        place = own * SLAB + lax.iota(jnp.int32, SLAB)
+        stored = block if num_blocks % tiling.splits == 0 else jnp.minimum(block, num_blocks - 1)
+        place = stored * SLAB + lax.iota(jnp.int32, SLAB)
         words = [plgpu.load(words_ref.at[index_grid(output, place[None, :])]) for output in outputs]
         for j in range(per_word):
             if j % together == 0:
-                scales = [read_scales(scales_ref, output, own * per_word + j, matrix) for output in outputs]
+                slab = stored * per_word + j
+                scales = [read_scales(scales_ref, output, slab, matrix) for output in outputs]
             deep = (block * per_word + j) * SLAB + lax.iota(jnp.int32, SLAB)
             x = read_tile(x_ref, (), rows, deep, None if is_filled else deep < num_inputs)
             weights = [
-                weights_of(own, j, matrix, *scale, x.dtype) for own, scale in zip(words, scales, strict=True)
+                weights_of(one, j, matrix, *scale, x.dtype) for one, scale in zip(words, scales, strict=True)
             ]
             if rows_first:
                 sums = [one + dot(x, weight.T) for one, weight in zip(sums, weights, strict=True)]
