@@ -5,7 +5,7 @@ expert. Experts are chosen at random. Calls follow one another in one program, a
 weights are many times the cache.
 
     python -m tools.bench_moe [check] [speed] [sweep] [--models mixtral,scout] [--tokens 1,8,64,256,2048,8192]
-        [--quantized int4|int8|e2m1]
+        [--quantized int4|int8|e2m1|fp8]
 
 `speed` also times all experts for all tokens, unless they are quantized; `sweep` a list of tilings for each
 of the two products on its own.
@@ -26,10 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hex_llm.execution.kernel_choice import in_words
 from hex_llm.kernels import experts, gpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Product, Tiling
-from hex_llm.kernels.gpu_quantized import QuantizedWords, to_words
+from hex_llm.kernels.gpu_quantized import QuantizedWords
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Rounding
 from hex_llm.models.quantized import quantize
@@ -113,9 +114,8 @@ MODELS = {
 
 def _words(dense: Dense, to: Rounding) -> QuantizedWords:
     matrix = quantize(dense, to._replace(group=math.gcd(to.group, dense.array.shape[-1])))
-    kind: Any = {"bits": matrix.bits, "zero": matrix.zero, "is_float": to.to_float}
-    arrays = matrix.unpacked(), matrix.scales, matrix.offsets
-    return to_words(*arrays, num_output_axes=matrix.num_outputs, **kind)
+    words: QuantizedWords = in_words(matrix)
+    return words
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -120,17 +120,18 @@ def _can_multiply(form: Form, routed: bool, spec: ModelSpec, devices: Devices) -
 
 
 def _for_gpus(part: Any) -> Any:
-    """A matrix that was loaded as `_can_multiply` allows."""
+    """A matrix that was loaded as `_can_multiply` allows, or routed experts."""
     if isinstance(part, FeedForward):
         shared = jax.tree.map(_for_gpus, part.shared, is_leaf=_is_matrix)
-        return replace(part, gate_up=_in_words(part.gate_up), down=_in_words(part.down), shared=shared)
+        return replace(part, gate_up=in_words(part.gate_up), down=in_words(part.down), shared=shared)
     if isinstance(part, Quantized) and part.is_whole:
         outputs = part.codes.shape[: part.num_outputs]
         return Float8(part.codes, part.scales.reshape(*outputs, -1)[..., 0])
-    return _in_words(part)
+    return in_words(part)
 
 
-def _in_words(part: Any) -> Any:
+def in_words(part: Any) -> Any:
+    """As one GPU's kernels hold it; what is not quantized stays."""
     if not isinstance(part, Quantized):
         return part
     arrays, is_float = (part.unpacked(), part.scales, part.offsets), part.codes.dtype == jnp.float8_e4m3fn

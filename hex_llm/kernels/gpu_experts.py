@@ -48,9 +48,7 @@ class Product:
     """What one of the two does."""
 
     per_token: int
-    is_first: (
-        bool  # rows are tokens, and results lie in the order of experts; of the second it is the reverse
-    )
+    is_first: bool  # from tokens into the order of experts; the second: from that into the order of pairs
     gates: ExpertOptions | None  # of the first: which the kernel makes
     scaled: bool  # by the scores
     tiling: Tiling

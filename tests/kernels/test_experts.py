@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hex_llm.execution.kernel_choice import in_words
 from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_launch, tpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Tiling
-from hex_llm.kernels.gpu_quantized import QuantizedWords, to_words
+from hex_llm.kernels.gpu_quantized import QuantizedWords
 from hex_llm.models.decoder import ACTIVATIONS
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Rounding
@@ -152,10 +153,7 @@ ROUNDINGS = {
 
 def quantized(array: jax.Array, num_outputs: int, to: Rounding) -> tuple[QuantizedWords, jax.Array]:
     """As GPUs hold it, and what it then is."""
-    matrix = quantize(Dense(array.astype(jnp.float32), num_outputs), to)
-    kind: Any = {"bits": matrix.bits, "zero": matrix.zero, "is_float": to.to_float}
-    arrays = matrix.unpacked(), matrix.scales, matrix.offsets
-    words = to_words(*arrays, num_output_axes=num_outputs, **kind)
+    words = in_words(quantize(Dense(array.astype(jnp.float32), num_outputs), to))
     return words, words.expanded(jnp.float32).reshape(array.shape)
 
 
