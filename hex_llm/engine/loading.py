@@ -214,7 +214,9 @@ def build_runner(
         layout = AdapterLayout(held, mesh, dtype, config.max_loras, config.max_lora_rank)
         with explained(config, "allocating the slots of adapters", "--max_loras, --max_lora_rank"):
             adapters = layout, layout.allocate()
-    # What is still on its way holds memory: the next start would count other blocks, and find no program.
+    # What is still on its way holds memory: too little would be left for what is counted now, and the next
+    # start would count other blocks, and find no program.
+    weights = kernels.lay_out(weights)
     jax.block_until_ready(weights)
     limits = StepLimits.of(config, spec.max_len, platform, least(free_bytes(devices)))
     num_blocks = least(num_kv_blocks(config, limits.max_decode_seqs, held, dtype, devices))

@@ -92,12 +92,13 @@ class Runner(StepRunner):
         kept_in: Path | None = None,
         adapters: tuple[AdapterLayout, Slots] | None = None,
     ) -> None:
-        """`kept_in` is a folder for compiled programs. Without `adapters` no request can have one."""
+        """`weights` lie as the kernels want them. `kept_in` is a folder for compiled programs. Without
+        `adapters` no request can have one."""
         config = paddings.config
         self._platform = str(mesh.devices.flat[0].platform)
         devices = Devices.of(config, self._platform, mesh.size, dtype)
         kernels = choose_kernels(spec, devices)
-        self.weights = kernels.lay_out(weights)
+        self.weights = weights
         self._leaves = jax.tree.leaves(self.weights)
         super().__init__(spec, paddings, Recorder(config.profile), adapters is not None)
         self.mesh, self.dtype = mesh, dtype

@@ -19,6 +19,10 @@ MAGIC = {
     jnp.dtype(jnp.float16): ("f16x2", 0x3C00, 0x6400),
 }
 SIGN = 0x8000
+# Of the j-th float of 4 bits (e2m1) in its word: the lowest bit of its size, and its sign. So two of the four
+# need one shift at most.
+E2M1_PLACES = ((6, 15), (0, 9), (3, 14), (10, 13))
+E2M1_EXPONENT = -126  # of two, by which such a float is too small
 
 
 def whole_numbers(j: int, bits: int, dtype: Any) -> str:
@@ -39,13 +43,20 @@ def whole_numbers(j: int, bits: int, dtype: Any) -> str:
 
 
 def tiny_floats(j: int) -> str:
-    """The same for floats of 4 bits (e2m1) to bfloat16, twice as large: their bits move to where the lowest
-    exponents of a bfloat16 lie, and a power of two makes up for the offset."""
-    moved = f"shl.b32 f, $1, {6 - 4 * j};" if j < 2 else f"shr.b32 f, $1, {4 * j - 6};"
-    sign = f"shl.b32 w, $1, {12 - 4 * j};" if j < 3 else "mov.b32 w, $1;"
-    joined = f"and.b32 f, f, {twice(0x01C0)}; lop3.b32 f, w, {twice(SIGN)}, f, 0xEA;"
-    factor = f"mov.b32 one, {twice(0x7F00)}; mov.b32 w, {twice(SIGN)};"  # 2**127, -0
-    return f".reg .b32 w, f, one; {moved} {sign} {joined} {factor} fma.rn.bf16x2 f, f, one, w;"
+    """The same for floats of 4 bits (e2m1) to bfloat16, far too small: their bits move to where the lowest
+    exponents of a bfloat16 lie. What they are then multiplied by makes up for it."""
+    size, sign = (to - at for to, at in zip((6, 15), E2M1_PLACES[j], strict=True))
+    joined = f"{_shifted('f', size)} and.b32 f, f, {twice(0x81C0)};"
+    if sign != size:
+        joined = f"{_shifted('f', size)} and.b32 f, f, {twice(0x01C0)}; {_shifted('w', sign)}"
+        joined += f" lop3.b32 f, w, {twice(SIGN)}, f, 0xEA;"
+    return f".reg .b32 w, f; {joined}"
+
+
+def _shifted(to: str, left: int) -> str:
+    if not left:
+        return f"mov.b32 {to}, $1;"
+    return f"shl.b32 {to}, $1, {left};" if left > 0 else f"shr.b32 {to}, $1, {-left};"
 
 
 def floats(j: int) -> str:

@@ -23,11 +23,19 @@ from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.experts import ExpertOptions, by_expert, combined
 from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power, read_tile
-from hex_llm.kernels.gpu_quantized import SLAB, QuantizedWords, read_scales, weights_of
+from hex_llm.kernels.gpu_quantized import (
+    SLAB,
+    TOGETHER,
+    QuantizedWords,
+    inputs_of,
+    made_up,
+    read_scales,
+    read_words,
+    weights_of,
+)
 
 MIN_ROWS, MAX_ROWS = 16, 128
 DEPTH = 128  # of a step through the weights of few rows; of quantized ones it is a block of words
-ROWS_FIRST = 32  # with more, quantized weights are the first factor, which can stay in registers
 
 
 @dataclass(frozen=True)
@@ -104,8 +112,9 @@ def up_tiling(chosen: Array, gate_up: Array | QuantizedWords) -> Tiling:
     rows, (num_experts, _, width) = _rows(chosen, gate_up), _outputs(gate_up)
     blocks = min(chosen.size, num_experts) * pl.cdiv(2 * width, 64)
     if isinstance(gate_up, QuantizedWords):
-        splits = max(min(1024 // blocks, 4), 1) if rows <= 16 else 1
-        return Tiling(rows, columns=64, depth=DEPTH, together=8, splits=splits, warps=4, stages=3)
+        splits = max(min(1024 // blocks, 2), 1) if rows <= 16 else 1
+        columns = 64 if splits == 1 else 128
+        return Tiling(rows, columns, depth=DEPTH, together=8, splits=splits, warps=4, stages=4)
     if gate_up.dtype == jnp.float32:  # the same for all batches, so that rows do not depend on their number
         return Tiling(32, columns=32, depth=32, together=8, splits=1, warps=4, stages=2)
     if rows <= 16 and width <= 2048:  # many experts, and little work in each
@@ -127,7 +136,7 @@ def down_tiling(chosen: Array, down: Array | QuantizedWords) -> Tiling:
     # So that all multiprocessors read, and each for a while.
     splits = max(min(1024 // blocks, 8, num_inputs // (3 * DEPTH)), 1) if rows <= 32 else 1
     if isinstance(down, QuantizedWords):
-        return Tiling(rows, columns=64, depth=DEPTH, together=8, splits=splits, warps=4, stages=3)
+        return Tiling(rows, columns=128, depth=DEPTH, together=8, splits=splits, warps=4, stages=4)
     if down.dtype == jnp.float32:
         return Tiling(32, columns=32, depth=32, together=8, splits=1, warps=4, stages=2)
     if rows <= 32:
@@ -247,7 +256,7 @@ def _dots(
 
 def _dots_of_words(
     x_ref: Any,
-    weight_refs: tuple[Any, Any],  # words [E * N, blocks * SLAB], scales [groups, E * N]
+    weight_refs: tuple[Any, Any],  # words and scales, of the outputs of all experts
     expert: Array,
     rows: Array,
     matrices: list[Array],
@@ -257,40 +266,34 @@ def _dots_of_words(
 ) -> list[Array]:
     """The same of quantized matrices, whose weights are scaled before they are multiplied."""
     words_ref, scales_ref = weight_refs
-    per_word, num_inputs = matrix.codes_per_word, matrix.num_inputs
-    num_outputs, num_blocks = math.prod(matrix.outputs[1:]), words_ref.shape[1] // SLAB
+    per_word, num_blocks = matrix.codes_per_word, matrix.num_blocks
+    num_outputs = math.prod(matrix.outputs[1:])
     outputs = [expert * num_outputs + one for one in matrices]
-    together = min(matrix.group // SLAB, per_word)  # slabs of a block that share scales
-    rows_first = tiling.rows <= ROWS_FIRST
+    together = 1 if tiling.splits > 1 else TOGETHER  # splits: of few rows
     length = pl.cdiv(num_blocks, tiling.splits)
-    is_filled = num_blocks % tiling.splits == num_inputs % (per_word * SLAB) == 0
+    is_filled = num_blocks % tiling.splits == matrix.num_inputs % (per_word * SLAB) == 0
 
     def add(i: Array, sums: list[Array]) -> list[Array]:
         block = split * length + i
         # A block too many is the last one again, with zeros for its inputs.
         stored = block if num_blocks % tiling.splits == 0 else jnp.minimum(block, num_blocks - 1)
-        place = stored * SLAB + lax.iota(jnp.int32, SLAB)
-        words = [plgpu.load(words_ref.at[index_grid(output, place[None, :])]) for output in outputs]
-        for j in range(per_word):
-            if j % together == 0:
-                slab = stored * per_word + j
-                scales = [read_scales(scales_ref, output, slab, matrix) for output in outputs]
-            deep = (block * per_word + j) * SLAB + lax.iota(jnp.int32, SLAB)
-            x = read_tile(x_ref, (), rows, deep, None if is_filled else deep < num_inputs)
+        words = [read_words(words_ref, output, stored, matrix) for output in outputs]
+        scales = [read_scales(scales_ref, output, stored, matrix) for output in outputs]
+        for first in range(0, per_word, together):
+            slabs = range(first, first + together)
+            deep = inputs_of(block, first, together, matrix)
+            x = read_tile(x_ref, (), rows, deep, None if is_filled else deep < matrix.num_inputs)
             weights = [
-                weights_of(one, j, matrix, *scale, x.dtype) for one, scale in zip(words, scales, strict=True)
+                weights_of(one, slabs, matrix, scale, x.dtype)
+                for one, scale in zip(words, scales, strict=True)
             ]
-            if rows_first:
-                sums = [one + dot(x, weight.T) for one, weight in zip(sums, weights, strict=True)]
-            else:
-                sums = [one + dot(weight, x.T) for one, weight in zip(sums, weights, strict=True)]
+            sums = [one + dot(weight, x.T) for one, weight in zip(sums, weights, strict=True)]
         return sums
 
-    shape = (tiling.rows, tiling.columns) if rows_first else (tiling.columns, tiling.rows)
-    zeros = [jnp.zeros(shape, jnp.float32) for _ in matrices]
+    zeros = [jnp.zeros((tiling.columns, tiling.rows), jnp.float32) for _ in matrices]
     # A number of turns that the compiler knows: reads are then begun ahead.
     out = lax.fori_loop(0, length, add, zeros)
-    return out if rows_first else [one.T for one in out]
+    return [made_up(one.T, matrix) for one in out]
 
 
 def _tile(num_blocks: int, num_columns: int, together: int) -> tuple[Array, Array]:

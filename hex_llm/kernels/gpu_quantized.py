@@ -1,17 +1,16 @@
 """Products with quantized matrices on an NVIDIA GPU; those of few rows by one Pallas-Triton kernel.
 
 A matrix lies in words of 16 bits. Word r of a block holds the codes of its inputs r, r + 32 and so on: one
-shift of all words gives the codes of 32 inputs that follow each other. They become floats, two at a time, by
-putting their bits below an exponent (gpu_codes.py), since this is what the time goes into. Of few rows the
-sums are scaled, in float32; of more that costs more than scaling the weights, which are then rounded as the
-activations are. Where rows are many, the matrix is expanded and multiplied by XLA. docs/kernels.md tells what
-was measured.
+shift of all words gives the codes of 32 inputs that follow each other, a slab. They become floats, two at a
+time, by putting their bits below an exponent (gpu_codes.py), are scaled and rounded as the activations are,
+and multiplied. The words of a block lie together for 64 outputs, so that memory is read in whole pieces.
+Where rows are many, the matrix is expanded and multiplied by XLA. docs/kernels.md tells what was measured.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,20 +24,38 @@ from jax.typing import DTypeLike
 from hex_llm.kernels import gpu_launch
 from hex_llm.kernels.codes import doubled_e2m1
 from hex_llm.kernels.experts import GatedMatrix
-from hex_llm.kernels.gpu_codes import CENTRE, MAGIC, assembled, floats, tiny_floats, whole_numbers
-from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power
+from hex_llm.kernels.gpu_codes import (
+    CENTRE,
+    E2M1_EXPONENT,
+    E2M1_PLACES,
+    MAGIC,
+    SIGN,
+    assembled,
+    floats,
+    tiny_floats,
+    twice,
+    whole_numbers,
+)
+from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power, read_tile
 
 SLAB = 32  # inputs that one shift gives
+TILE = 64  # outputs whose words lie together
 WORD = 16  # bits
 MAX_ROWS = 256  # of the kernel; more are multiplied by XLA sooner, although it must expand the matrix
 MIN_TILE, MAX_TILE = 16, 128  # rows of a program
-SCALED_SUMS = 16  # a tile of more rows has its weights scaled instead
 COLUMNS = 128  # of a program
 WARPS, STAGES = 4, 3
+TOGETHER = 2  # slabs of a product; a row that is alone goes faster through one at a time
+# A factor of e2m1 makes up for its exponent, and that it is not doubled, but for a power of two that sums are
+# multiplied by: so it is a bfloat16 for any scale from 2**-100 to 2**27.
+LEFT_OVER = 26
+MADE_UP = 1 - E2M1_EXPONENT - LEFT_OVER
 
 
 def can_multiply(bits: int, group: int, dtype: DTypeLike, is_float: bool = False) -> bool:
     if is_float and jnp.dtype(dtype) != jnp.bfloat16:  # float16 has too few exponents
+        return False
+    if is_float and bits == 4 and group != SLAB:
         return False
     return bits in CENTRE and group % SLAB == 0 and jnp.dtype(dtype) in MAGIC
 
@@ -49,8 +66,9 @@ class QuantizedWords(GatedMatrix):
     """A Matrix (models/linear.py) [*outputs, inputs]: a weight is (code - zero point) * scale; of floats, the
     float times the scale, and of those of 4 bits (e2m1), twice the float."""
 
-    words: Any  # uint16 [N, blocks * SLAB]
-    # [groups, N]: float32; or uint32, of float16 each the scale below the zero point; or uint8, the exponent
+    words: Any  # uint16 [tiles of outputs * blocks of inputs, TILE * SLAB]
+    # [groups, N]: float32; or uint32, of float16 each the scale below the zero point. Of e2m1 [blocks, N]:
+    # uint32, of each slab the exponent of its factor.
     scales: Any
     outputs: tuple[int, ...] = field(metadata={"static": True})
     num_inputs: int = field(metadata={"static": True})
@@ -63,6 +81,19 @@ class QuantizedWords(GatedMatrix):
     def codes_per_word(self) -> int:
         return WORD // self.bits
 
+    @property
+    def num_outputs(self) -> int:
+        return math.prod(self.outputs)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of inputs."""
+        return pl.cdiv(self.num_inputs, self.codes_per_word * SLAB)
+
+    @property
+    def is_e2m1(self) -> bool:
+        return self.is_float and self.bits == 4
+
     def matmul(self, x: Array) -> Array:
         if len(x) <= MAX_ROWS and x.dtype in MAGIC:
             out = multiply(x, self)
@@ -73,19 +104,32 @@ class QuantizedWords(GatedMatrix):
         return out.reshape(len(x), *self.outputs)
 
     def rows(self, which: Array) -> Array:
-        return self._expanded(self.words[which], self.scales[:, which])
+        words = self._tiles()[which // TILE, :, which % TILE]
+        return self._expanded(words, self.scales[:, which])
 
     def expanded(self, dtype: DTypeLike) -> Array:
         """[N, inputs]"""
-        return self._expanded(self.words, self.scales).astype(dtype)
+        words = self._tiles().swapaxes(1, 2).reshape(-1, self.num_blocks, SLAB)
+        return self._expanded(words[: self.num_outputs], self.scales).astype(dtype)
+
+    def _tiles(self) -> Array:
+        tiles: Array = self.words.reshape(-1, self.num_blocks, TILE, SLAB)
+        return tiles
 
     def _expanded(self, words: Array, scales: Array) -> Array:
-        shifts = jnp.arange(self.codes_per_word, dtype=jnp.uint16) * self.bits
-        codes = words.reshape(len(words), -1, 1, SLAB) >> shifts[:, None] & (2**self.bits - 1)
-        codes = self.signed(codes)
+        """words [N, blocks, SLAB]"""
+        slabs = [self.signed(self.codes(words, j)) for j in range(self.codes_per_word)]
+        codes = jnp.stack(slabs, axis=2).astype(jnp.float32)
         scale, zero = (jnp.asarray(one).T[..., None] for one in self.scale_and_zero(scales))
-        values = (codes.astype(jnp.float32).reshape(*scales.T.shape, self.group) - zero) * scale
+        values = (codes.reshape(*scale.shape[:2], -1) - zero) * scale
         return values.reshape(len(words), -1)[:, : self.num_inputs]
+
+    def codes(self, words: Array, j: int) -> Array:
+        """The j-th of each word."""
+        if not self.is_e2m1:
+            return words >> (self.bits * j) & (2**self.bits - 1)
+        size, sign = E2M1_PLACES[j]
+        return words >> size & 7 | (words >> sign & 1) << 3
 
     def signed(self, codes: Array) -> Array:
         """What stands in so many bits, with its sign."""
@@ -94,11 +138,13 @@ class QuantizedWords(GatedMatrix):
         return doubled_e2m1(codes) if self.is_float else codes
 
     def scale_and_zero(self, scales: Array) -> tuple[Array, Array | int]:
-        """float32, of what was read of `scales`."""
+        """float32 [groups, N], of what was read of `scales`."""
         if scales.dtype == jnp.float32:
             return scales, self.zero
-        if scales.dtype == jnp.uint8:
-            return lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32), 0
+        if self.is_e2m1:
+            exponents = jnp.stack([exponent_of(scales, j) for j in range(self.codes_per_word)], axis=1)
+            exponents = jnp.maximum(exponents.reshape(-1, scales.shape[1]).astype(jnp.int32) - MADE_UP, 0)
+            return lax.bitcast_convert_type(exponents << 23, jnp.float32), 0
         halves = ((scales >> shift).astype(jnp.uint16) for shift in (0, WORD))
         scale, zero = (lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) for half in halves)
         return scale, zero
@@ -132,15 +178,23 @@ def to_words(
         halves = (jnp.where(is_flat, offsets, scales), zeros)
         low, high = (one.astype(jnp.float16).view(jnp.uint16).astype(jnp.uint32) for one in halves)
         scales = low | high << WORD
-    elif is_float and bits == 4:
-        scales = (lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.uint32) >> 23).astype(jnp.uint8)
     missing = -num_inputs % (per_word * SLAB)
-    places = jnp.pad(codes.view(jnp.uint8), ((0, 0), (0, missing))).reshape(len(codes), -1, per_word, SLAB)
-    shifts = jnp.arange(per_word, dtype=jnp.uint16) * bits
-    words = jnp.sum(places.astype(jnp.uint16) << shifts[:, None], axis=2, dtype=jnp.uint16)
     scales = jnp.pad(scales, ((0, 0), (0, pl.cdiv(missing, group)))).T
-    words = words.reshape(len(codes), -1)
-    return QuantizedWords(words, scales, outputs, num_inputs, bits, group, zero, is_float)
+    matrix = QuantizedWords(None, scales, outputs, num_inputs, bits, group, zero, is_float)
+    places = jnp.pad(codes.view(jnp.uint8), ((0, -len(codes) % TILE), (0, missing))).astype(jnp.uint16)
+    places = places.reshape(-1, TILE, matrix.num_blocks, per_word, SLAB)
+    if matrix.is_e2m1:
+        exponents = lax.bitcast_convert_type(scales, jnp.uint32) >> 23
+        exponents = jnp.minimum(exponents + MADE_UP, 254).reshape(matrix.num_blocks, per_word, -1)
+        scales = jnp.sum(exponents << 8 * jnp.arange(per_word, dtype=jnp.uint32)[:, None], axis=1)
+        moved = [
+            (codes & 7) << size | codes >> 3 << sign
+            for codes, (size, sign) in zip(jnp.moveaxis(places, 3, 0), E2M1_PLACES, strict=True)
+        ]
+    else:
+        moved = [places[..., j, :] << bits * j for j in range(per_word)]
+    words = sum(moved[1:], moved[0]).swapaxes(1, 2).reshape(-1, TILE * SLAB)
+    return replace(matrix, words=words, scales=scales)
 
 
 @dataclass(frozen=True)
@@ -153,7 +207,7 @@ class Tiling:
 
 def tiling_for(num_rows: int, num_outputs: int, num_blocks: int) -> Tiling:
     rows = min(max(next_power(num_rows), MIN_TILE), MAX_TILE)
-    wanted = 384 if rows <= 16 else 224 if rows <= 64 else 192
+    wanted = 512 if rows <= 16 else 224 if rows <= 64 else 192
     tiles = pl.cdiv(num_outputs, COLUMNS) * pl.cdiv(num_rows, rows)
     splits = min(next_power(pl.cdiv(wanted, tiles)), next_power(num_blocks + 1) // 2)
     return Tiling(rows, splits)
@@ -161,8 +215,8 @@ def tiling_for(num_rows: int, num_outputs: int, num_blocks: int) -> Tiling:
 
 def multiply(x: Array, matrix: QuantizedWords, tiling: Tiling | None = None) -> Array:
     """x [T, K] times the matrix [N, K] -> [T, N]."""
-    num_outputs, num_blocks = len(matrix.words), matrix.words.shape[1] // SLAB
-    tiling = tiling or tiling_for(len(x), num_outputs, num_blocks)
+    num_outputs = matrix.num_outputs
+    tiling = tiling or tiling_for(len(x), num_outputs, matrix.num_blocks)
     grid = (pl.cdiv(len(x), tiling.rows), pl.cdiv(num_outputs, COLUMNS), tiling.splits)
     dtype = x.dtype if tiling.splits == 1 else jnp.float32
     out = jax.ShapeDtypeStruct((tiling.splits, len(x), num_outputs), dtype)
@@ -175,43 +229,23 @@ def multiply(x: Array, matrix: QuantizedWords, tiling: Tiling | None = None) -> 
 def _multiply_kernel(
     x_ref: Any, words_ref: Any, scales_ref: Any, out_ref: Any, *, matrix: QuantizedWords, tiling: Tiling
 ) -> None:
-    num_rows, num_columns = len(x_ref), len(words_ref)
+    num_rows, num_columns, num_blocks = len(x_ref), matrix.num_outputs, matrix.num_blocks
     row = pl.program_id(0) * tiling.rows + lax.iota(jnp.int32, tiling.rows)
     column = pl.program_id(1) * COLUMNS + lax.iota(jnp.int32, COLUMNS)
     # What is not there is read from somewhere else instead, and not stored.
     source = jnp.minimum(row, num_rows - 1)
     here = column if num_columns % COLUMNS == 0 else jnp.minimum(column, num_columns - 1)
-    per_word, slab = matrix.codes_per_word, lax.iota(jnp.int32, SLAB)
-    num_blocks = words_ref.shape[1] // SLAB
-    scaled_sums = tiling.rows <= SCALED_SUMS
-    together = min(matrix.group // SLAB, per_word)  # slabs of a block that share scales
-
-    def read_x(slab_index: Array) -> Array:
-        place = slab_index * SLAB + slab
-        inside = None
-        if matrix.num_inputs % (per_word * SLAB):
-            inside = jnp.broadcast_to((place < matrix.num_inputs)[None, :], (tiling.rows, SLAB))
-            place = jnp.minimum(place, matrix.num_inputs - 1)
-        return plgpu.load(
-            x_ref.at[index_grid(source, place[None, :])], mask=inside, other=None if inside is None else 0
-        )
+    together = 1 if num_rows == 1 else TOGETHER
+    is_filled = matrix.num_inputs % (matrix.codes_per_word * SLAB) == 0
 
     def add_block(block: Array, total: Array) -> Array:
-        words = plgpu.load(words_ref.at[index_grid(here, (block * SLAB + slab)[None, :])])
-        for first in range(0, per_word, together):
-            scale, rest = read_scales(scales_ref, here, block * per_word + first, matrix)
-            part, sums = jnp.zeros_like(total), jnp.zeros(tiling.rows, jnp.float32)
-            for j in range(first, first + together):
-                x = read_x(block * per_word + j)
-                if scaled_sums:
-                    part += dot(_numbers(words, j, matrix, x.dtype), x.T)
-                    sums += jnp.sum(x.astype(jnp.float32), axis=1)
-                else:
-                    total += dot(weights_of(words, j, matrix, scale, rest, x.dtype), x.T)
-            if scaled_sums:
-                total += scale[:, None] * part
-                if rest is not None:
-                    total += rest[:, None] * sums[None, :]
+        words = read_words(words_ref, here, block, matrix)
+        scales = read_scales(scales_ref, here, block, matrix)
+        for first in range(0, matrix.codes_per_word, together):
+            weights = weights_of(words, range(first, first + together), matrix, scales, x_ref.dtype)
+            place = inputs_of(block, first, together, matrix)
+            x = read_tile(x_ref, (), source, place, None if is_filled else place < matrix.num_inputs)
+            total += dot(weights, x.T)
         return total
 
     length, split = pl.cdiv(num_blocks, tiling.splits), pl.program_id(2)
@@ -222,39 +256,89 @@ def _multiply_kernel(
     total = lax.fori_loop(0, turns, lambda i, total: add_block(first + i, total), total)
     at = (split, *index_grid(row, column[None, :]))
     mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    plgpu.store(out_ref.at[at], total.T.astype(out_ref.dtype), mask=mask)
+    plgpu.store(out_ref.at[at], made_up(total.T, matrix).astype(out_ref.dtype), mask=mask)
+
+
+def inputs_of(block: Array, first: int, num_slabs: int, matrix: QuantizedWords) -> Array:
+    """Of some slabs of a block."""
+    return (block * matrix.codes_per_word + first) * SLAB + lax.iota(jnp.int32, num_slabs * SLAB)
+
+
+def read_words(words_ref: Any, output: Array, block: Array, matrix: QuantizedWords) -> Array:
+    """[outputs, SLAB]"""
+    tile, lane = lax.div(output, TILE) * matrix.num_blocks + block, lax.rem(output, TILE) * SLAB
+    shape = len(output), SLAB
+    place = lane[:, None] + lax.iota(jnp.int32, SLAB)[None, :]
+    return plgpu.load(words_ref.at[jnp.broadcast_to(tile[:, None], shape), place])
 
 
 def read_scales(
-    scales_ref: Any, output: Array, slab: Array, matrix: QuantizedWords
-) -> tuple[Array, Array | None]:
-    """float32 of these outputs and the slab's inputs: the scales, and what a weight is besides its number
-    (see _numbers) times the scale; None: nothing."""
-    read = plgpu.load(scales_ref.at[lax.div(slab * SLAB, matrix.group), output])
-    scale, zero = matrix.scale_and_zero(read)
+    scales_ref: Any, output: Array, block: Array, matrix: QuantizedWords
+) -> list[tuple[Array, Array | None]]:
+    """Of each slab of a block: the scales of these outputs, and what a weight is besides its number (see
+    _numbers) times the scale; None: nothing."""
+    per_word = matrix.codes_per_word
+    if matrix.is_e2m1:
+        packed = plgpu.load(scales_ref.at[block, output])
+        bits = ((exponent_of(packed, j) << 7).astype(jnp.uint16) for j in range(per_word))
+        return [(lax.bitcast_convert_type(one, jnp.bfloat16), None) for one in bits]
+    together = min(matrix.group // SLAB, per_word)  # slabs that share scales
     centre = 0 if matrix.is_float else CENTRE[matrix.bits]
-    return scale, None if zero is centre else (centre - zero) * scale
+    found: list[tuple[Array, Array | None]] = []
+    for first in range(0, per_word, together):
+        group = lax.div((block * per_word + first) * SLAB, matrix.group)
+        scale, zero = matrix.scale_and_zero(plgpu.load(scales_ref.at[group, output]))
+        found += [(scale, None if zero is centre else (centre - zero) * scale)] * together
+    return found
 
 
-def _numbers(words: Array, j: int, matrix: QuantizedWords, dtype: Any) -> Array:
-    """The j-th code of each word, less CENTRE; of e2m1, twice the float."""
-    if gpu_launch.interpreted():
-        codes = matrix.signed(words >> (matrix.bits * j) & (2**matrix.bits - 1))
-        is_signed = matrix.is_float or matrix.bits == 8
-        return (codes if is_signed else codes.astype(jnp.int32) - CENTRE[4]).astype(dtype)
-    return assembled(f"{_assembly(j, matrix, dtype)} mov.b32 $0, f;", dtype, words)
+def exponent_of(packed: Array, j: int) -> Array:
+    return packed >> 8 * j & 0xFF
 
 
 def weights_of(
+    words: Array,
+    slabs: range,
+    matrix: QuantizedWords,
+    scales: list[tuple[Array, Array | None]],
+    dtype: Any,
+) -> Array:
+    """[outputs, inputs of these slabs]; of e2m1, still to be made up for."""
+    found = [_slab_of(words, j, matrix, *scales[j], dtype) for j in slabs]
+    if len(found) == 1:
+        return found[0]
+    # One after the other: what each thread holds stays where it is.
+    return jnp.stack(found, axis=-1).swapaxes(1, 2).reshape(len(words), -1)
+
+
+def made_up(sums: Array, matrix: QuantizedWords) -> Array:
+    return sums * 2.0**LEFT_OVER if matrix.is_e2m1 else sums
+
+
+def _slab_of(
     words: Array, j: int, matrix: QuantizedWords, scale: Array, rest: Array | None, dtype: Any
 ) -> Array:
-    """That number times the scale, and the rest."""
-    rest = jnp.zeros_like(scale) if rest is None else rest
-    each = [jnp.broadcast_to(one.astype(dtype)[:, None], words.shape) for one in (scale, rest)]
+    each = [
+        jnp.broadcast_to(one.astype(dtype)[:, None], words.shape) for one in (scale, rest) if one is not None
+    ]
     if gpu_launch.interpreted():
-        return _numbers(words, j, matrix, dtype) * each[0] + each[1]
-    multiplied = f"fma.rn.{MAGIC[dtype][0]} $0, f, $2, $3;"
+        if matrix.is_e2m1:  # by whole numbers: CPUs know no floats as small as these
+            exponent = lax.bitcast_convert_type(each[0], jnp.uint16).astype(jnp.int32) >> 7
+            exponent = jnp.maximum(exponent - MADE_UP - LEFT_OVER, 0)
+            each = [lax.bitcast_convert_type(exponent << 23, jnp.float32)]
+        return sum(each[1:], _numbers(words, j, matrix) * each[0]).astype(dtype)
+    kind = MAGIC[dtype][0]
+    if len(each) == 2:
+        multiplied = f"fma.rn.{kind} $0, f, $2, $3;"
+    else:  # plus -0: of bfloat16 a product is for newer GPUs alone
+        multiplied = f"mov.b32 w, {twice(SIGN)}; fma.rn.{kind} $0, f, $2, w;"
     return assembled(f"{_assembly(j, matrix, dtype)} {multiplied}", dtype, words, *each)
+
+
+def _numbers(words: Array, j: int, matrix: QuantizedWords) -> Array:
+    """float32: the j-th code of each word, less CENTRE; of e2m1, twice the float."""
+    codes = matrix.signed(matrix.codes(words, j)).astype(jnp.float32)
+    return codes if matrix.is_float else codes - CENTRE[matrix.bits]
 
 
 def _assembly(j: int, matrix: QuantizedWords, dtype: Any) -> str:
