@@ -24,6 +24,7 @@ from hex_llm.kernels import (
     gpu_adapters,
     gpu_experts,
     gpu_quantized,
+    gpu_routing,
     reference,
     tpu,
     tpu_experts,
@@ -32,7 +33,7 @@ from hex_llm.kernels import (
 from hex_llm.kernels.adapters import AddAdapters
 from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Options, PagedAttention
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
-from hex_llm.kernels.experts import RoutedExperts
+from hex_llm.kernels.experts import ExpertKernels
 from hex_llm.kernels.gpu_launch import MIN_DOT
 from hex_llm.kernels.tpu_quantized import QuantizedColumns
 from hex_llm.models.adapters import add_by_all
@@ -52,7 +53,7 @@ MAX_SINGLE = 32  # a launch for chunks costs more than reading what some tokens 
 
 class Kernels(NamedTuple):
     attend: PagedAttention
-    fused_moe: RoutedExperts
+    experts: ExpertKernels
     page_width: Callable[[int], int]  # numbers of a key in its page, of those in its head
     max_single: int  # a step of so many tokens is as fast if each attends by itself
     lay_out: Callable[[Weights], Weights]  # loaded weights, whose matrices get the form that is multiplied
@@ -87,15 +88,16 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
         is_plain = devices.kv_dtype == np.float32
         attend = cpu.paged_attention if is_plain else reference.paged_attention
         max_single = sys.maxsize if is_plain else MAX_SINGLE
-        return Kernels(attend, cpu_experts.fused_moe, _whole, max_single, lay_out, _lies_in_panels)
+        routed = ExpertKernels(experts.choose, cpu_experts.fused_moe)
+        return Kernels(attend, routed, _whole, max_single, lay_out, _lies_in_panels)
     width = tpu.padded_head_dim if _attends_on_tpu(spec, devices) else _whole
-    attend, fused_moe = _attention(spec, devices), _experts(spec, devices)
+    attend, routed = _attention(spec, devices), _experts(spec, devices)
     can_multiply = partial(_can_multiply, spec=spec, devices=devices)
     changes: dict[str, Callable[[Any], Any]] = {"gpu": _for_gpus, "tpu": for_tpus}
     is_part = _is_whole_part if devices.platform == "gpu" else _is_matrix
     lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part), is_part=is_part)
     add_adapters = _adapters(spec, devices)
-    return Kernels(attend, fused_moe, width, MAX_SINGLE, lay_out, can_multiply, add_adapters)
+    return Kernels(attend, routed, width, MAX_SINGLE, lay_out, can_multiply, add_adapters)
 
 
 def _whole(head_dim: int) -> int:
@@ -276,16 +278,17 @@ def _attends_on_tpu(spec: ModelSpec, devices: Devices) -> bool:
     )
 
 
-def _experts(spec: ModelSpec, devices: Devices) -> RoutedExperts:
+def _experts(spec: ModelSpec, devices: Devices) -> ExpertKernels:
     """Likewise, for the experts that tokens choose."""
     if devices.platform == "gpu" and gpu_experts.can_fuse(spec.activation, devices.dtype):
-        return gpu_experts.fused_moe
+        choose = gpu_routing.choose if devices.num == 1 else experts.choose
+        return ExpertKernels(choose, gpu_experts.fused_moe)
     if devices.platform == "tpu" and devices.dtype == jnp.bfloat16:
-        return tpu_experts.fused_moe
+        return ExpertKernels(experts.choose, tpu_experts.fused_moe)
     if devices.platform != "cpu" and any(layer.experts for layer in spec.layers):
         kind = f"{spec.activation} in {devices.dtype}"
         log.warning("no kernel for experts with %s: a slower one is used", kind)
-    return experts.dense
+    return ExpertKernels(experts.choose, experts.dense)
 
 
 def _adapters(spec: ModelSpec, devices: Devices) -> AddAdapters:

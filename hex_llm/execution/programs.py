@@ -24,7 +24,7 @@ from hex_llm.execution.sampling import Chosen, Features, adjusted, choose, logpr
 from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_blocks
 from hex_llm.kernels.adapters import AddAdapters
 from hex_llm.kernels.attention import KVPages, Options, PagedAttention
-from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
+from hex_llm.kernels.experts import ExpertKernels, ExpertOptions
 from hex_llm.models import decoder
 from hex_llm.models.adapters import HEAD, Adapted, SlotMatrices, Slots, adapt, add_by_all
 from hex_llm.models.linear import Matrix
@@ -121,7 +121,7 @@ class ProgramContext(NamedTuple):
     layout: SlotLayout
     max_choices: int  # rows that tokens can be chosen for
     attend: PagedAttention
-    fused_moe: RoutedExperts
+    expert_kernels: ExpertKernels
     adapters: AdapterLayout | None = None  # None: requests name none
     add_adapters: AddAdapters = add_by_all
 
@@ -233,7 +233,7 @@ def forward(
     slots. The weights come as leaves, which take the host a fifth less time than their tree.
     """
     weights: Weights = jax.tree.unflatten(structure, leaves)
-    spec, _, layout, max_choices, attend, fused_moe, *_ = context
+    spec, _, layout, max_choices, attend, expert_kernels, *_ = context
     parts, block_size = parts_of(packed, shape), pages[0].shape[1]
     last_places, last_slots = parts.positions[parts.last_tokens], parts.kv_slots[parts.last_tokens]
     slots = note_blocks(layout, slots, parts.slots, last_places // block_size, last_slots // block_size)
@@ -245,7 +245,9 @@ def forward(
         lm_head = context.lm_head(weights, adapters, of_rows)
         weights = adapt(weights, adapters, of_rows[batch.rows], context.add_adapters)
     x = decoder.embed(spec, weights, remembered.token_at(batch.rows, batch.positions))
-    hidden, pages = decoder.forward(spec, weights, x, parts.rope_lengths, pages, batch, attend, fused_moe)
+    hidden, pages = decoder.forward(
+        spec, weights, x, parts.rope_lengths, pages, batch, attend, expert_kernels
+    )
     more = (0, max_choices - shape.num_rows)
     last = hidden[parts.last_tokens]
     if shape.gives_logits:
@@ -334,18 +336,19 @@ def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:
     return split
 
 
-def split_by_width(fused_moe: RoutedExperts, mesh: Mesh) -> RoutedExperts:
+def split_by_width(expert_kernels: ExpertKernels, mesh: Mesh) -> ExpertKernels:
     """Each device has its own part of every expert's width; what they say is summed over the devices."""
     if mesh.size == 1:
-        return fused_moe
+        return expert_kernels
+    run = expert_kernels.run
     bias, *widths = P(None, None, TP), P(None, None, TP, None), P(None, None, TP)
     specs: dict[str, Any] = {"in_specs": (bias, P(), P(), P(), *widths), "out_specs": P()}
 
     def split(x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, options: ExpertOptions) -> Any:
         def summed(bias: Any, *arrays: Any) -> Any:
-            return jax.lax.psum(partial(fused_moe, options=options._replace(bias=bias))(*arrays), TP)
+            return jax.lax.psum(partial(run, options=options._replace(bias=bias))(*arrays), TP)
 
         local = jax.shard_map(summed, mesh=mesh, check_vma=False, **specs)
         return local(options.bias, x, chosen, scores, gate_up, down)
 
-    return split
+    return expert_kernels._replace(run=split)

@@ -1,6 +1,7 @@
-"""The routed experts of a feed-forward: one signature for all platforms, chosen once; and one form of it.
+"""The routed experts of a feed-forward, and how tokens choose them: one signature of each for all platforms,
+chosen once; and one form of it.
 
-It does not know how experts are chosen, nor that their width may be split over devices.
+None knows that the width of experts may be split over devices.
 
 A *pair* is a token with one of the experts that it chose: number token * k + choice, of P = T * k. Letters of
 shapes: E experts, k of them for each token; the others as in kernels/attention.py.
@@ -12,9 +13,26 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 Activation = Callable[[Array], Array]
+
+
+class Choice(NamedTuple):
+    """What a router's logits mean, which are float32."""
+
+    scored: Activation  # makes scores of them, along the last axis
+    num: int  # of experts for a token
+    normalized: bool  # the scores of those that are chosen
+    scale: float
+
+
+class ChooseExperts(Protocol):
+    """Those with the largest logits, or corrected scores, the largest first and among equals the first."""
+
+    def __call__(self, logits: Array, correction: Array | None, choice: Choice) -> tuple[Array, Array]:
+        """logits [T, E], correction [E] -> experts [T, k], and their scores [T, k] in float32."""
+        ...
 
 
 class ExpertOptions(NamedTuple):
@@ -56,6 +74,25 @@ class RoutedExperts(Protocol):
     ) -> Array:
         """[T, D]"""
         ...
+
+
+class ExpertKernels(NamedTuple):
+    """What a platform has for them."""
+
+    choose: ChooseExperts
+    run: RoutedExperts
+
+
+def choose(logits: Array, correction: Array | None, choice: Choice) -> tuple[Array, Array]:
+    """See ChooseExperts."""
+    scores = choice.scored(logits)
+    # Scores that are nearly 1 are told apart by the logits only.
+    ranks = logits if correction is None else scores + correction
+    _, chosen = lax.top_k(ranks, choice.num)
+    scores = jnp.take_along_axis(scores, chosen, axis=-1)
+    if choice.normalized:
+        scores = scores / (scores.sum(axis=-1, keepdims=True) + 1e-20)
+    return chosen, scores * choice.scale
 
 
 def by_expert(chosen: Array, num_experts: int) -> tuple[Array, Array]:

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.experts import ExpertOptions, by_expert, combined
+from hex_llm.kernels.experts import ExpertOptions, combined
 from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power, read_tile
 from hex_llm.kernels.gpu_quantized import (
     SLAB,
@@ -33,6 +33,7 @@ from hex_llm.kernels.gpu_quantized import (
     read_words,
     weights_of,
 )
+from hex_llm.kernels.gpu_routing import by_expert
 
 MIN_ROWS, MAX_ROWS = 16, 128
 DEPTH = 128  # of a step through the weights of few rows; of quantized ones it is a block of words

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hex_llm.kernels.attention import Batch, KVPages, Options, PagedAttention
-from hex_llm.kernels.experts import Activation, RoutedExperts
+from hex_llm.kernels.experts import Activation, ExpertKernels
 from hex_llm.models.linear import Matrix, linear
 from hex_llm.models.moe import moe
 from hex_llm.models.params import FeedForward, LayerWeights, Weights
@@ -42,7 +42,7 @@ def forward(
     pages: list[KVPages],
     batch: Batch,
     attend: PagedAttention,
-    fused_moe: RoutedExperts,
+    expert_kernels: ExpertKernels,
 ) -> tuple[jax.Array, list[KVPages]]:
     """Embeddings [T, D] -> hidden states [T, D] before the head, and the KV pages of every layer.
 
@@ -53,7 +53,7 @@ def forward(
     new_pages = []
     for layer, w, layer_pages in zip(spec.layers, weights.layers, pages, strict=True):
         x, layer_pages = block(
-            x, w, spec, layer, tables.get(layer.rope), layer_pages, batch, attend, fused_moe
+            x, w, spec, layer, tables.get(layer.rope), layer_pages, batch, attend, expert_kernels
         )
         new_pages.append(layer_pages)
     return rms_norm(x, weights.norm, spec), new_pages
@@ -68,7 +68,7 @@ def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
 
 
 # Compiled inside the step, so that layers that are alike are traced and lowered once, not once each.
-@partial(jax.jit, static_argnames=("spec", "layer", "attend", "fused_moe"))
+@partial(jax.jit, static_argnames=("spec", "layer", "attend", "expert_kernels"))
 def block(
     x: jax.Array,
     w: LayerWeights,
@@ -78,7 +78,7 @@ def block(
     pages: KVPages,
     batch: Batch,
     attend: PagedAttention,
-    fused_moe: RoutedExperts,
+    expert_kernels: ExpertKernels,
 ) -> tuple[jax.Array, KVPages]:
     """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
     q, k, v = project_qkv(optional_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
@@ -86,7 +86,7 @@ def block(
     out, pages = attend(q, *contained(k, v), pages, batch, options)
     h = optional_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
     x = x + scaled(h, spec.residual_scale)
-    h = feed_forward(x, w, spec, layer, fused_moe)
+    h = feed_forward(x, w, spec, layer, expert_kernels)
     x = x + scaled(optional_norm(h, w.ffn_post_norm, spec), spec.residual_scale)
     return x if w.scale is None else x * w.scale, pages
 
@@ -126,7 +126,7 @@ def query_scales(temperature: tuple[float, float, int], positions: jax.Array) ->
 
 
 def feed_forward(
-    x: jax.Array, w: LayerWeights, spec: ModelSpec, layer: Layer, fused_moe: RoutedExperts
+    x: jax.Array, w: LayerWeights, spec: ModelSpec, layer: Layer, expert_kernels: ExpertKernels
 ) -> jax.Array:
     """[T, D], which is normed here: routed experts and their router may have norms of their own."""
     activation, ffn, normed = ACTIVATIONS[spec.activation], w.ffn, optional_norm(x, w.ffn_norm, spec)
@@ -134,7 +134,7 @@ def feed_forward(
         return gated_mlp(normed, ffn, activation)
     routed = normed if ffn.norm is None else rms_norm(x, ffn.norm, spec)
     seen = routed if ffn.router_norm is None else rms_norm(x, ffn.router_norm, spec)
-    out = moe(routed, seen, ffn, layer.experts, activation, fused_moe)
+    out = moe(routed, seen, ffn, layer.experts, activation, expert_kernels)
     out = optional_norm(out, ffn.post_norm, spec)
     if ffn.shared is None:
         return out

@@ -111,9 +111,9 @@ def context_of(spec: ModelSpec, mesh: Any, kind: str, sizes: Sizes) -> programs.
     kernels = tpu_kernels(spec, mesh.size, sizes)
     width = -(-sizes.max_len // sizes.block_size)
     layout = SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size, width)
-    attend, fused_moe = programs.split_by_head(kernels.attend, seen), kernels.fused_moe
-    split_moe = programs.split_by_width(fused_moe, seen)
-    return programs.ProgramContext(spec, mesh, layout, num_choices(sizes.batch), attend, split_moe)
+    attend = programs.split_by_head(kernels.attend, seen)
+    expert_kernels = programs.split_by_width(kernels.experts, seen)
+    return programs.ProgramContext(spec, mesh, layout, num_choices(sizes.batch), attend, expert_kernels)
 
 
 def topology_devices(name: str) -> list[jax.Device]:
