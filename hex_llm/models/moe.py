@@ -1,4 +1,4 @@
-"""Mixture of experts: which of them a token visits, and with what weight. What they do is a kernel's."""
+"""Mixture of experts: what a router's logits mean. Choosing by them, and what the chosen do, are kernels'."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def moe(
     # A correction is of float32: so are then the numbers that it tells apart.
     exact = jnp.float32 if w.correction is not None else x.dtype
     logits = linear(seen.astype(exact), Dense(w.router.astype(exact)), w.router_bias)
-    chosen, scores = expert_kernels.choose(
-        logits.astype(jnp.float32) * experts.logit_scale, w.correction, choice_of(experts)
-    )
+    logits = logits.astype(jnp.float32) * experts.logit_scale
+    chosen, scores = expert_kernels.choose(logits, w.correction, choice_of(experts))
     if w.expert_scales is not None:
         scores = scores * w.expert_scales[chosen].astype(scores.dtype)
     gate_up, down = (_given(matrix, x.dtype) for matrix in (w.gate_up, w.down))
