@@ -25,23 +25,23 @@ def choose(logits: Array, correction: Array | None, choice: Choice) -> tuple[Arr
     """See experts.ChooseExperts."""
     shape = len(logits), choice.num
     out = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
-    kernel = partial(_choose_kernel, choice=choice, is_corrected=correction is not None)
-    given = (logits,) if correction is None else (logits, correction)
-    chosen, scores = launched(kernel, (len(logits),), out, warps=1, stages=1)(*given)
+    kernel = partial(_choose_kernel, choice=choice)
+    chosen, scores = launched(kernel, (len(logits),), out, warps=1, stages=1)(logits, correction)
     return chosen, scores
 
 
-def _choose_kernel(*refs: Any, choice: Choice, is_corrected: bool) -> None:
-    """A program is for one token."""
-    logits_ref, *correction_ref, chosen_ref, scores_ref = refs
+def _choose_kernel(
+    logits_ref: Any, correction_ref: Any, chosen_ref: Any, scores_ref: Any, *, choice: Choice
+) -> None:
+    """A program is for one token; `correction_ref` may be None."""
     token, num_experts = pl.program_id(0), logits_ref.shape[1]
     lane = lax.iota(jnp.int32, next_power(num_experts))
     there = lane < num_experts
     # Lanes too many score nothing, and are never chosen.
     logits = plgpu.load(logits_ref.at[token, lane], mask=there, other=-jnp.inf).astype(jnp.float32)
     scores, ranks = choice.scored(logits), logits
-    if is_corrected:
-        ranks = scores + plgpu.load(correction_ref[0].at[lane], mask=there, other=0)
+    if correction_ref is not None:
+        ranks = scores + plgpu.load(correction_ref.at[lane], mask=there, other=0)
         ranks = jnp.where(there, ranks, -jnp.inf)
     found = []
     for i in range(choice.num):
