@@ -31,6 +31,7 @@ from hex_llm.kernels import experts, gpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Product, Tiling
 from hex_llm.kernels.gpu_quantized import QuantizedWords
+from hex_llm.kernels.gpu_routing import Blocks, blocks_of
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Rounding
 from hex_llm.models.quantized import quantize
@@ -216,13 +217,12 @@ def swept(
 ) -> dict[Tiling, float]:
     """Seconds of one product for each tiling that compiles."""
     chosen, scores = shape.routes(num_tokens)
-    pairs = (*experts.by_expert(chosen, shape.num), scores.reshape(-1))
     num_pairs, calls = chosen.size, calls_of(num_tokens)
     rows, depth = (num_tokens, shape.inputs) if gated else (num_pairs, shape.width)
     x = normal((rows, depth), jnp.bfloat16, 3, 1.0)
     matrices = weight.reshape(shape.num, -1, depth) if isinstance(weight, jax.Array) else weight
 
-    def products(tiling: Tiling, x: jax.Array, pairs: Any, matrices: Any) -> Any:
+    def products(tiling: Tiling, x: jax.Array, blocks: Blocks, scores: jax.Array, matrices: Any) -> Any:
         gates = ExpertOptions(jax.nn.silu, scale_input=False) if gated and tiling.splits == 1 else None
         product = Product(shape.per_token, gated, gates, True, tiling)
         width = 2 * shape.width if gated else shape.inputs
@@ -231,7 +231,7 @@ def swept(
 
         @jax.jit
         def multiply(x: jax.Array) -> jax.Array:  # traced once
-            out = gpu_experts.multiply(x, *pairs, matrices, out_shape, dtype, product)
+            out = gpu_experts.multiply(x, blocks, scores, matrices, out_shape, dtype, product)
             if not gated or gates is not None:
                 return out
             sums = jnp.sum(out, axis=0)
@@ -242,11 +242,16 @@ def swept(
             x = x.at[0, 0].add(out.ravel()[0].astype(x.dtype))  # so that none is left out
         return x
 
-    arguments = (x, pairs, matrices)
+    arguments = {
+        rows: (x, blocks_of(chosen, shape.num, rows), scores.reshape(-1), matrices)
+        for rows in {tiling.rows for tiling in tried}
+    }
     with ThreadPoolExecutor(14) as pool:
-        programs = list(pool.map(lambda tiling: compiled(partial(products, tiling), arguments), tried))
+        programs = list(
+            pool.map(lambda tiling: compiled(partial(products, tiling), arguments[tiling.rows]), tried)
+        )
     return {
-        tiling: seconds(partial(program, *arguments)) / calls
+        tiling: seconds(partial(program, *arguments[tiling.rows])) / calls
         for tiling, program in zip(tried, programs, strict=True)
         if not isinstance(program, str)
     }

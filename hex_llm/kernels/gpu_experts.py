@@ -1,8 +1,8 @@
 """Routed experts on NVIDIA GPUs: two grouped products by one Pallas-Triton kernel.
 
 Pairs lie in the order of their experts. A program takes a block of rows of one expert and a block of columns;
-it finds its expert from where the pairs of each one end. The first product gathers its rows from the tokens,
-and makes of gate and up what goes on; the second puts its rows where their pairs belong. It knows nothing of
+which rows those are, a table tells (gpu_routing.py). The first product gathers its rows from the tokens, and
+makes of gate and up what goes on; the second puts its rows where their pairs belong. It knows nothing of
 meshes: it sees the width of one device. Quantized matrices (gpu_quantized.py) become floats in it, a block of
 their words at a time. docs/kernels.md tells why the tilings are as they are.
 """
@@ -33,7 +33,7 @@ from hex_llm.kernels.gpu_quantized import (
     read_words,
     weights_of,
 )
-from hex_llm.kernels.gpu_routing import by_expert
+from hex_llm.kernels.gpu_routing import Blocks, blocks_of
 
 MIN_ROWS, MAX_ROWS = 16, 128
 DEPTH = 128  # of a step through the weights of few rows; of quantized ones it is a block of words
@@ -84,23 +84,23 @@ def fused_moe(
     tilings = tilings or (up_tiling(chosen, gate_up), down_tiling(chosen, down))
     num_experts, _, width = _outputs(gate_up)
     num_tokens, per_token = chosen.shape
-    pairs = (*by_expert(chosen, num_experts), scores.reshape(-1))
+    blocks, scores = blocks_of(chosen, num_experts, tilings[0].rows), scores.reshape(-1)
     both = gate_up
     if not isinstance(both, QuantizedWords):
         both = both.reshape(num_experts, 2 * width, -1)
     bias = None if options.bias is None else options.bias.reshape(num_experts, 2 * width)
     first = Product(per_token, True, options._replace(bias=None), options.scale_input, tilings[0])
     if tilings[0].splits == 1:
-        hidden = multiply(x, *pairs, both, (chosen.size, width), x.dtype, first, bias)
+        hidden = multiply(x, blocks, scores, both, (chosen.size, width), x.dtype, first, bias)
     else:
         first, out_shape = replace(first, gates=None), (tilings[0].splits, chosen.size, 2 * width)
-        sums = jnp.sum(multiply(x, *pairs, both, out_shape, jnp.float32, first), axis=0)
-        sums = sums if bias is None else sums + bias[chosen.reshape(-1)[pairs[0]]]
+        sums = jnp.sum(multiply(x, blocks, scores, both, out_shape, jnp.float32, first), axis=0)
+        sums = sums if bias is None else sums + bias[chosen.reshape(-1)[blocks.order]]
         hidden = options.gated(sums[:, :width], sums[:, width:]).astype(x.dtype)
     second = Product(per_token, False, None, not options.scale_input, tilings[1])
     splits = tilings[1].splits
     summed = x.dtype if splits * per_token == 1 else jnp.float32
-    expert_out = multiply(hidden, *pairs, down, (splits, chosen.size, len(x[0])), summed, second)
+    expert_out = multiply(hidden, blocks, scores, down, (splits, chosen.size, len(x[0])), summed, second)
     parts = expert_out.reshape(splits, num_tokens, per_token, -1).swapaxes(0, 1)
     return combined(parts, num_tokens).astype(x.dtype)
 
@@ -154,15 +154,9 @@ def _rows(chosen: Array, weight: Array | QuantizedWords) -> int:
     return min(max(next_power(pl.cdiv(3 * chosen.size, 2 * num_experts)), MIN_ROWS), MAX_ROWS)
 
 
-def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
-    """Of rows, however the pairs are spread."""
-    return (num_pairs + min(num_experts, num_pairs) * (rows - 1)) // rows
-
-
 def multiply(
     x: Array,
-    order: Array,
-    ends: Array,
+    blocks: Blocks,  # of as many rows as the tiling's
     scores: Array,
     weight: Array | QuantizedWords,
     out_shape: tuple[int, ...],
@@ -174,18 +168,20 @@ def multiply(
     gates, [splits, P, 2 * N]. The second: x [P, K] in that order, weight [E, N, K] -> [splits, P, N], in the
     order of pairs."""
     tiling, words = product.tiling, weight if isinstance(weight, QuantizedWords) else None
-    num_blocks = most_blocks(len(order), len(ends), tiling.rows)
+    num_blocks = len(blocks.experts)
     grid = (num_blocks * pl.cdiv(out_shape[-1], tiling.columns), tiling.splits)
     out = jax.ShapeDtypeStruct(out_shape, out_dtype)
     dots = _dots if words is None else partial(_dots_of_words, matrix=words)
-    kernel = partial(_multiply_kernel, product=product, num_blocks=num_blocks, dots=dots)
+    kernel = partial(_multiply_kernel, product=product, dots=dots)
     arrays = weight if words is None else (words.words, words.scales)
-    return launched(kernel, grid, out, tiling.warps, tiling.stages)(order, ends, scores, x, arrays, bias)
+    return launched(kernel, grid, out, tiling.warps, tiling.stages)(*blocks, scores, x, arrays, bias)
 
 
 def _multiply_kernel(
-    order_ref: Any,  # [P]
-    ends_ref: Any,  # [E]
+    order_ref: Any,  # see Blocks
+    experts_ref: Any,
+    starts_ref: Any,
+    ends_ref: Any,
     scores_ref: Any,  # [P]
     x_ref: Any,
     weight_ref: Any,
@@ -193,13 +189,12 @@ def _multiply_kernel(
     out_ref: Any,
     *,
     product: Product,
-    num_blocks: int,
     dots: Callable[..., list[Array]],
 ) -> None:
     tiling, num_columns = product.tiling, out_ref.shape[-1]
-    block, column_block = _tile(num_blocks, pl.cdiv(num_columns, tiling.columns), tiling.together)
+    block, column_block = _tile(len(ends_ref), pl.cdiv(num_columns, tiling.columns), tiling.together)
     split = pl.program_id(1)
-    expert, start, end = _rows_of(block, ends_ref, tiling.rows)
+    expert, start, end = experts_ref[block], starts_ref[block], ends_ref[block]
 
     @pl.when(start < end)
     def multiply_tile() -> None:
@@ -305,20 +300,3 @@ def _tile(num_blocks: int, num_columns: int, together: int) -> tuple[Array, Arra
     size = jnp.minimum(num_blocks - group * together, together)
     within = lax.rem(program, together * num_columns)
     return group * together + lax.rem(within, size), lax.div(within, size)
-
-
-def _rows_of(block: Array, ends_ref: Any, rows: int) -> tuple[Array, Array, Array]:
-    """The expert of a block, and where its pairs begin and end; a block too many begins at its end."""
-    num_experts = len(ends_ref)
-    expert = lax.iota(jnp.int32, next_power(num_experts))
-    # Experts that only fill up have no pairs.
-    end = ends_ref[jnp.minimum(expert, num_experts - 1)]
-    start = jnp.where(expert == 0, 0, ends_ref[jnp.clip(expert - 1, 0, num_experts - 1)])
-    num_blocks = pl.cdiv(end - start, rows)
-    before = lax.cumsum(num_blocks) <= block
-    index = jnp.sum(before.astype(jnp.int32))
-    own = jnp.minimum(index, num_experts - 1)
-    block -= jnp.sum(jnp.where(before, num_blocks, 0))
-    first = jnp.where(own == 0, 0, ends_ref[jnp.maximum(own - 1, 0)]) + block * rows
-    last = jnp.minimum(ends_ref[own], first + rows)
-    return own, first, jnp.where(index < num_experts, last, first)

@@ -5,7 +5,7 @@ XLA sorts for both, and scores in more kernels; where tokens are few, starting t
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from hex_llm.kernels.experts import Choice
 from hex_llm.kernels.gpu_launch import launched, next_power
 
 MAX_PAIRS = 4096  # each is compared with every other; of more, sorting takes less time
-BLOCK = 64  # pairs that a program places, and others that it looks at together
+PLACED, SEEN = 16, 128  # pairs that a program places, and others that it looks at together
 
 
 def choose(logits: Array, correction: Array | None, choice: Choice) -> tuple[Array, Array]:
@@ -56,36 +56,89 @@ def _choose_kernel(
         scores_ref[token, i] = score * factor
 
 
-def by_expert(chosen: Array, num_experts: int) -> tuple[Array, Array]:
-    """See experts.by_expert."""
-    if chosen.size > MAX_PAIRS:
-        return experts.by_expert(chosen, num_experts)
-    out = [jax.ShapeDtypeStruct((num,), jnp.int32) for num in (chosen.size, num_experts)]
-    grid = (pl.cdiv(chosen.size + num_experts, BLOCK),)
-    order, ends = launched(_place_kernel, grid, out, warps=4, stages=1)(chosen.reshape(-1))
-    return order, ends
+class Blocks(NamedTuple):
+    """Pairs in the order of their experts, cut into blocks of one expert each. Some blocks have no pairs."""
+
+    order: Array  # [P]: the pair at each place
+    experts: Array  # [B], and of which places a block is
+    starts: Array  # [B]
+    ends: Array  # [B]
 
 
-def _place_kernel(chosen_ref: Any, order_ref: Any, ends_ref: Any) -> None:
-    """A pair's place is the number of those before it. An expert's pairs end where one more would be, behind
-    all others: so experts are placed as pairs are."""
+def blocks_of(chosen: Array, num_experts: int, rows: int) -> Blocks:
+    """Of at most so many rows. chosen [T, k] -> Blocks; of a token all are different."""
+    flat = chosen.reshape(-1)
+    if len(chosen) == 1:  # nobody shares an expert
+        place = lax.iota(jnp.int32, len(flat))
+        return Blocks(place, flat, place, place + 1)
+    if len(flat) > MAX_PAIRS:
+        return _sorted(chosen, num_experts, rows)
+    num_placed = num_blocks = len(flat)
+    if len(flat) > num_experts:
+        num_placed, num_blocks = len(flat) + num_experts, len(flat) // rows + num_experts
+    out = [jax.ShapeDtypeStruct((num,), jnp.int32) for num in (len(flat), *[num_blocks] * 3)]
+    kernel = partial(_place_kernel, rows=rows, num_experts=num_experts)
+    return Blocks(*launched(kernel, (pl.cdiv(num_placed, PLACED),), out, warps=4, stages=1)(flat))
+
+
+def _sorted(chosen: Array, num_experts: int, rows: int) -> Blocks:
+    order, ends = experts.by_expert(chosen, num_experts)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    num_blocks = pl.cdiv(ends - starts, rows)
+    blocks_end = jnp.cumsum(num_blocks)
+    block = jnp.arange(chosen.size // rows + num_experts, dtype=jnp.int32)
+    expert = jnp.sum(blocks_end[None, :] <= block[:, None], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, num_experts - 1)  # of blocks too many, which begin behind its end
+    start = starts[expert] + (block - (blocks_end - num_blocks)[expert]) * rows
+    return Blocks(order, expert, start, jnp.minimum(start + rows, ends[expert]))
+
+
+def _place_kernel(
+    chosen_ref: Any,
+    order_ref: Any,
+    experts_ref: Any,
+    starts_ref: Any,
+    ends_ref: Any,
+    *,
+    rows: int,
+    num_experts: int,
+) -> None:
+    """A pair's place is the number of those before it, and every `rows`-th of an expert begins a block.
+
+    No program knows how many blocks others have. With no more pairs than experts, a block therefore has the
+    number of its first place, and all other places are empty blocks. With more, an expert's blocks begin with
+    number start // rows + expert. So none has two owners, and at most the last is left over before the next
+    expert's begin: experts, which are placed as one more pair behind their others, then make it empty.
+    """
     num_pairs = len(chosen_ref)
-    row = pl.program_id(0) * BLOCK + lax.iota(jnp.int32, BLOCK)
+    row = pl.program_id(0) * PLACED + lax.iota(jnp.int32, PLACED)
     is_pair = row < num_pairs
     own = plgpu.load(chosen_ref.at[jnp.minimum(row, num_pairs - 1)])
     expert = jnp.where(is_pair, own, row - num_pairs)
 
-    def count(i: Array, before: Array) -> Array:
-        other = i * BLOCK + lax.iota(jnp.int32, BLOCK)
+    def count(i: Array, counts: list[Array]) -> list[Array]:
+        other = (i * SEEN + lax.iota(jnp.int32, SEEN))[None, :]
         theirs = plgpu.load(chosen_ref.at[jnp.minimum(other, num_pairs - 1)])
-        is_earlier = (theirs[None, :] == expert[:, None]) & (other[None, :] < row[:, None])
-        is_before = (theirs[None, :] < expert[:, None]) | is_earlier
-        is_before &= (other < num_pairs)[None, :]
-        return before + is_before.astype(jnp.int32)
+        # Behind the last pair is an expert that nobody has.
+        theirs = jnp.where(other < num_pairs, theirs, num_experts)
+        is_same = theirs == expert[:, None]
+        found = theirs < expert[:, None], is_same, is_same & (other < row[:, None])
+        return [n + one.astype(jnp.int32) for n, one in zip(counts, found, strict=True)]
 
-    before = lax.fori_loop(0, pl.cdiv(num_pairs, BLOCK), count, jnp.zeros((BLOCK, BLOCK), jnp.int32))
-    place = jnp.sum(before, axis=1)
+    zeros = [jnp.zeros((PLACED, SEEN), jnp.int32)] * 3
+    counts = lax.fori_loop(0, pl.cdiv(num_pairs, SEEN), count, zeros)
+    start, num, rank = (jnp.sum(one, axis=1) for one in counts)
+    place, is_first = start + rank, lax.rem(rank, rows) == 0
+    end = jnp.where(is_first, jnp.minimum(place + rows, start + num), place)
+    if num_pairs <= num_experts:
+        block, is_there = place, is_pair
+    else:
+        first = lax.div(start, rows) + expert
+        block = jnp.where(is_pair, first + lax.div(rank, rows), lax.div(place, rows) + expert)
+        is_left = (expert < num_experts) & (block >= first + lax.div(rank + rows - 1, rows))
+        is_there = jnp.where(is_pair, is_first, is_left)
     # What is not stored would have another place here, where nothing is.
     plgpu.store(order_ref.at[jnp.where(is_pair, place, num_pairs)], row, mask=is_pair)
-    is_expert = ~is_pair & (expert < len(ends_ref))
-    plgpu.store(ends_ref.at[jnp.where(is_expert, expert, len(ends_ref))], place, mask=is_expert)
+    block = jnp.where(is_there, block, len(ends_ref))
+    for ref, values in ((experts_ref, expert), (starts_ref, place), (ends_ref, end)):
+        plgpu.store(ref.at[block], values, mask=is_there)

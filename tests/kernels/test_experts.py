@@ -190,14 +190,6 @@ def test_experts_that_nobody_chose_are_not_read(form: str) -> None:
     assert np.isfinite(run(FORMS[form], given)).all()
 
 
-def test_no_spread_needs_more_blocks_than_there_are() -> None:
-    for num_pairs, num_experts, rows in [(1, 8, 16), (2, 8, 16), (40, 3, 16), (47, 4, 16), (256, 8, 128)]:
-        alone = min(num_experts, num_pairs) - 1
-        worst = alone + -(-(num_pairs - alone) // rows)  # all but one expert have a single pair
-        most = gpu_experts.most_blocks(num_pairs, num_experts, rows)
-        assert worst <= most <= num_pairs // rows + num_experts
-
-
 def test_what_the_kernel_is_for() -> None:
     assert gpu_experts.can_fuse("silu", jnp.bfloat16)
     assert gpu_experts.can_fuse("gelu_tanh", jnp.float32)

@@ -11,6 +11,7 @@ import pytest
 
 from hex_llm.kernels import experts, gpu_launch, gpu_routing
 from hex_llm.kernels.experts import Choice
+from hex_llm.kernels.gpu_routing import blocks_of
 from tests.kernels.lowering import lowered_for_gpus
 
 CHOICES = {
@@ -47,17 +48,18 @@ def test_logits_that_are_no_numbers_choose_what_is_there() -> None:
     assert bool(jnp.isnan(scores[0]).all())
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (1, 1), (16, 4), (128, 8), (200, 3)])
-@pytest.mark.parametrize("num_experts", [8, 128])
-def test_pairs_are_in_the_order_of_experts(shape: tuple[int, int], num_experts: int) -> None:
-    chosen = np.random.default_rng(0).integers(0, num_experts, shape).astype(np.int32)
-    for one in (chosen, np.full_like(chosen, num_experts - 1), np.zeros_like(chosen)):
-        for got, expected in zip(
-            gpu_routing.by_expert(jnp.array(one), num_experts),
-            experts.by_expert(jnp.array(one), num_experts),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(got, expected)
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 65, 200, 600])
+@pytest.mark.parametrize(("num_experts", "rows"), [(8, 16), (128, 16), (128, 32)])
+def test_blocks_are_of_one_expert_each(num_tokens: int, num_experts: int, rows: int) -> None:
+    """All pairs are in one, in their order, and only the last of an expert's is not full."""
+    rng = np.random.default_rng(num_tokens)
+    spread = rng.permuted(np.tile(np.arange(num_experts), (num_tokens, 1)), axis=1)[:, :8]
+    for chosen in (spread, np.sort(spread)[:, :1] // 2, np.full((num_tokens, 1), num_experts - 1)):
+        order, *table = map(np.asarray, blocks_of(jnp.array(chosen, jnp.int32), num_experts, rows))
+        got = [(expert, order[i:j].tolist()) for expert, i, j in zip(*table, strict=True) if i < j]
+        pairs = [np.flatnonzero(chosen.ravel() == expert).tolist() for expert in range(num_experts)]
+        wanted = [(e, one[i : i + rows]) for e, one in enumerate(pairs) for i in range(0, len(one), rows)]
+        assert (got if num_tokens > 1 else sorted(got)) == wanted
 
 
 def test_lowers_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +68,6 @@ def test_lowers_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         logits = logits_of(5, NUM_EXPERTS[name])
         text = lowered_for_gpus(partial(gpu_routing.choose, choice=choice), logits, logits[0])
         assert "triton" in text
-    text = lowered_for_gpus(partial(gpu_routing.by_expert, num_experts=128), jnp.zeros((128, 8), jnp.int32))
+    text = lowered_for_gpus(partial(blocks_of, num_experts=128, rows=16), jnp.zeros((128, 8), jnp.int32))
     assert "triton" in text
     assert "sort" not in text
