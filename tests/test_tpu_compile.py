@@ -14,6 +14,7 @@ import pytest
 from hex_llm.execution import programs
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.kernels import experts, reference
+from hex_llm.kernels.attention import AttentionKernels
 from hex_llm.kernels.experts import ExpertKernels
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import abstract_weights
@@ -89,7 +90,7 @@ def test_what_adapters_exchange() -> None:
     seen: Any = tpu_compile.mesh_of(MODELS["llama-3.1-8b"])
     layout = SlotLayout(SMALL.batch + 1, SMALL.max_len, spec.vocab_size, table_width=4)
     kernels = (
-        programs.split_by_head(reference.paged_attention, seen),
+        programs.split_by_head(AttentionKernels(reference.paged_attention), seen),
         programs.split_by_width(ExpertKernels(experts.choose, experts.dense), seen),
     )
     setting = programs.ProgramContext(spec, mesh, layout, SMALL.batch, *kernels)
@@ -127,10 +128,10 @@ def test_what_is_read_from_a_compiled_step(layouts: str, tmp_path: Path) -> None
     mesh = make_mesh(4, jax.devices("cpu"))
     # The mesh that attention is divided over says which chip it is; devices are given by the arguments alone.
     seen: Any = tpu_compile.mesh_of(MODELS["llama-3.1-8b"])
-    attend = programs.split_by_head(reference.paged_attention, seen)
+    attention_kernels = programs.split_by_head(AttentionKernels(reference.paged_attention), seen)
     layout = SlotLayout(SMALL.batch + 1, SMALL.max_len, spec.vocab_size, table_width=4)
     expert_kernels = programs.split_by_width(ExpertKernels(experts.choose, experts.dense), seen)
-    setting = programs.ProgramContext(spec, mesh, layout, SMALL.batch, attend, expert_kernels)
+    setting = programs.ProgramContext(spec, mesh, layout, SMALL.batch, attention_kernels, expert_kernels)
     weights = described_weights(abstract_weights(spec), mesh, "TPU v5 lite")
     program = tpu_compile.described(setting, weights, SMALL)["decode"]
     job = Job("tiny-decode", program, ROW, layouts, tmp_path)

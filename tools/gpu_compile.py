@@ -85,8 +85,8 @@ def main() -> None:
     shapes = page_shapes(spec, devices, ROWS * CONTEXT // BLOCK + 1)
     pages = [jax.ShapeDtypeStruct(shape, DTYPE, sharding=lie) for shape in shapes]
     slots = jax.ShapeDtypeStruct((layout.num_slots, layout.width), jnp.int32, sharding=whole)
-    attend, expert_kernels = programs.split_by_head(kernels.attend, mesh), kernels.experts
-    context = programs.ProgramContext(spec, mesh, layout, num_choices(ROWS), attend, expert_kernels)
+    both = programs.split_by_head(kernels.attention, mesh), kernels.experts
+    context = programs.ProgramContext(spec, mesh, layout, num_choices(ROWS), *both)
     print(f"{len(spec.layers)} layers on {mesh.size} × {found.devices[0].device_kind}, of each:", flush=True)
     print(f"weights {local_bytes(weights) / 1e9:.2f} GB, pages {local_bytes(pages) / 1e9:.2f} GB", flush=True)
     for name, key in STEPS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from collections import Counter
@@ -59,13 +60,18 @@ def plans(llm: LLM) -> dict[str, StepPlan]:
 
 
 def remember(llm: LLM, plan: StepPlan, **params: Any) -> None:
-    """Writes the slots of a plan's rows; where there are adapters, they have them by turns."""
+    """Writes the slots of a plan's rows; where there are adapters, they have them by turns. Tokens are random:
+    rows that are alike would choose the same experts."""
     runner = llm.engine.stepper.runner
-    record = partial(runner.layout.record, SamplingParams(**params), 1, 1, [1])
+    record, rng = partial(runner.layout.record, SamplingParams(**params), 1, 1), random.Random(0)
     num = runner.adapter_layout.num_slots if runner.adapter_layout else 0
+    tokens = [rng.randrange(llm.engine.spec.vocab_size) for _ in range(2 * llm.config.max_model_len)]
     runner.write_slots(
         [
-            (chunk.slot, record(list(chunk.blocks), None, 1 + i % num if num else 0))
+            (
+                chunk.slot,
+                record(tokens[i : i + chunk.end], list(chunk.blocks), None, 1 + i % num if num else 0),
+            )
             for i, chunk in enumerate(plan.chunks)
         ]
     )

@@ -129,7 +129,7 @@ def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = Fal
     from hex_llm.models.rope import rope_table
 
     spec, num, block_size = runner.spec, len(prompt_ids), runner.config.block_size
-    attend, expert_kernels = runner.context.attend, runner.context.expert_kernels
+    kernels = runner.context.attention_kernels, runner.context.expert_kernels
     positions, lengths = jnp.arange(num), jnp.full(num, num)
     table = jnp.arange(1, -(-num // block_size) + 1)[None]  # block 0 is padding's
     kv_slots, rows = positions + block_size, jnp.zeros(num, jnp.int32)
@@ -142,7 +142,7 @@ def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = Fal
         states = [decoder.embed(spec, weights, jnp.asarray(prompt_ids))]
         for layer, w, pages in zip(spec.layers, weights.layers, runner.pages, strict=True):
             rope = None if layer.rope is None else rope_table(layer.rope, positions, lengths)
-            x, _ = decoder.block(states[-1], w, spec, layer, rope, pages, batch, attend, expert_kernels)
+            x, _ = decoder.block(states[-1], w, spec, layer, rope, pages, batch, *kernels)
             states.append(x)
         states[-1] = decoder.rms_norm(states[-1], weights.norm, spec)
     return [np.asarray(state, np.float32) for state in states]

@@ -31,7 +31,7 @@ from hex_llm.kernels import (
     tpu_quantized,
 )
 from hex_llm.kernels.adapters import AddAdapters
-from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Options, PagedAttention
+from hex_llm.kernels.attention import LARGEST, AttentionKernels, Batch, KVPages, Options
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import ExpertKernels
 from hex_llm.kernels.gpu_launch import MIN_DOT
@@ -52,7 +52,7 @@ MAX_SINGLE = 32  # a launch for chunks costs more than reading what some tokens 
 
 
 class Kernels(NamedTuple):
-    attend: PagedAttention
+    attention: AttentionKernels
     experts: ExpertKernels
     page_width: Callable[[int], int]  # numbers of a key in its page, of those in its head
     max_single: int  # a step of so many tokens is as fast if each attends by itself
@@ -86,18 +86,18 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     if panel_width is not None:
         lay_out = partial(_each_layer, partial(_in_panels, width=panel_width), is_part=_is_whole_part)
         is_plain = devices.kv_dtype == np.float32
-        attend = cpu.paged_attention if is_plain else reference.paged_attention
+        attention = AttentionKernels(cpu.paged_attention if is_plain else reference.paged_attention)
         max_single = sys.maxsize if is_plain else MAX_SINGLE
         routed = ExpertKernels(experts.choose, cpu_experts.fused_moe)
-        return Kernels(attend, routed, _whole, max_single, lay_out, _lies_in_panels)
+        return Kernels(attention, routed, _whole, max_single, lay_out, _lies_in_panels)
     width = tpu.padded_head_dim if _attends_on_tpu(spec, devices) else _whole
-    attend, routed = _attention(spec, devices), _experts(spec, devices)
+    attention, routed = _attention(spec, devices), _experts(spec, devices)
     can_multiply = partial(_can_multiply, spec=spec, devices=devices)
     changes: dict[str, Callable[[Any], Any]] = {"gpu": _for_gpus, "tpu": for_tpus}
     is_part = _is_whole_part if devices.platform == "gpu" else _is_matrix
     lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part), is_part=is_part)
     add_adapters = _adapters(spec, devices)
-    return Kernels(attend, routed, width, MAX_SINGLE, lay_out, can_multiply, add_adapters)
+    return Kernels(attention, routed, width, MAX_SINGLE, lay_out, can_multiply, add_adapters)
 
 
 def _whole(head_dim: int) -> int:
@@ -238,10 +238,10 @@ def _by_expert(experts: Any, arrange: Callable[[jax.Array], jax.Array]) -> list[
     return [jax.tree.map(lambda array, i=i: arrange(array[i]), alone) for i in range(num)]
 
 
-def _attention(spec: ModelSpec, devices: Devices) -> PagedAttention:
+def _attention(spec: ModelSpec, devices: Devices) -> AttentionKernels:
     """The kernel for these devices, or the reference where there is none for them or for this model."""
     if _attends_on_tpu(spec, devices):
-        return tpu.paged_attention
+        return AttentionKernels(tpu.paged_attention)
     without = [heads for heads in spec.all_heads if not _attends_on_gpu(heads, devices)]
     if devices.platform != "cpu" and without:
         sizes = " and ".join(str(size) for size in sorted({heads.dim for heads in without}))
@@ -249,8 +249,10 @@ def _attention(spec: ModelSpec, devices: Devices) -> PagedAttention:
         kind += f" and pages in {devices.kv_dtype}" * (devices.kv_dtype != devices.dtype)
         log.warning("no attention kernel for %s: a slower one is used", kind)
     if devices.platform == "gpu" and len(without) < len(spec.all_heads):
-        return _attend_on_gpus if without else gpu.paged_attention
-    return reference.paged_attention
+        if without:
+            return AttentionKernels(_attend_on_gpus)
+        return AttentionKernels(gpu.paged_attention, gpu.projected_attention)
+    return AttentionKernels(reference.paged_attention)
 
 
 def _attends_on_gpu(heads: Heads, devices: Devices) -> bool:

@@ -23,7 +23,7 @@ from hex_llm.execution.results import CHOICE_SIZE, first_token_ids, pack_choices
 from hex_llm.execution.sampling import Chosen, Features, adjusted, choose, logprobs_of, no_logprobs, tokens
 from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_blocks
 from hex_llm.kernels.adapters import AddAdapters
-from hex_llm.kernels.attention import KVPages, Options, PagedAttention
+from hex_llm.kernels.attention import AttentionKernels, KVPages, Options
 from hex_llm.kernels.experts import ExpertKernels, ExpertOptions
 from hex_llm.models import decoder
 from hex_llm.models.adapters import HEAD, Adapted, SlotMatrices, Slots, adapt, add_by_all
@@ -120,7 +120,7 @@ class ProgramContext(NamedTuple):
     mesh: Mesh
     layout: SlotLayout
     max_choices: int  # rows that tokens can be chosen for
-    attend: PagedAttention
+    attention_kernels: AttentionKernels
     expert_kernels: ExpertKernels
     adapters: AdapterLayout | None = None  # None: requests name none
     add_adapters: AddAdapters = add_by_all
@@ -233,7 +233,7 @@ def forward(
     slots. The weights come as leaves, which take the host a fifth less time than their tree.
     """
     weights: Weights = jax.tree.unflatten(structure, leaves)
-    spec, _, layout, max_choices, attend, expert_kernels, *_ = context
+    spec, _, layout, max_choices, attention_kernels, expert_kernels, *_ = context
     parts, block_size = parts_of(packed, shape), pages[0].shape[1]
     last_places, last_slots = parts.positions[parts.last_tokens], parts.kv_slots[parts.last_tokens]
     slots = note_blocks(layout, slots, parts.slots, last_places // block_size, last_slots // block_size)
@@ -246,7 +246,7 @@ def forward(
         weights = adapt(weights, adapters, of_rows[batch.rows], context.add_adapters)
     x = decoder.embed(spec, weights, remembered.token_at(batch.rows, batch.positions))
     hidden, pages = decoder.forward(
-        spec, weights, x, parts.rope_lengths, pages, batch, attend, expert_kernels
+        spec, weights, x, parts.rope_lengths, pages, batch, attention_kernels, expert_kernels
     )
     more = (0, max_choices - shape.num_rows)
     last = hidden[parts.last_tokens]
@@ -317,10 +317,12 @@ def write_adapter(adapters: Slots, values: Slots, slot: jax.Array) -> Slots:
     return {path: write(of_slots, values[path]) for path, of_slots in adapters.items()}
 
 
-def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:
-    """Each device attends with its own KV heads; nothing is exchanged."""
+def split_by_head(attention_kernels: AttentionKernels, mesh: Mesh) -> AttentionKernels:
+    """Each device attends with its own KV heads; nothing is exchanged. Norms may be of all heads together, so
+    that heads are made before."""
     if mesh.size == 1:
-        return attend
+        return attention_kernels
+    attend = attention_kernels.attend
     heads, kv_heads = P(None, TP, None, None), P(None, TP, None)
     arrays = P(TP, None), heads, kv_heads, kv_heads, PAGES, P()
     specs: dict[str, Any] = {"in_specs": arrays, "out_specs": (heads, PAGES)}
@@ -333,7 +335,7 @@ def split_by_head(attend: PagedAttention, mesh: Mesh) -> PagedAttention:
         out: tuple[Any, Any] = local(options.sinks, q, k, v, pages, batch)
         return out
 
-    return split
+    return AttentionKernels(split)
 
 
 def split_by_width(expert_kernels: ExpertKernels, mesh: Mesh) -> ExpertKernels:

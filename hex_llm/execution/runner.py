@@ -114,14 +114,14 @@ class Runner(StepRunner):
         self.is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self.precision = "highest" if dtype == np.float32 else "default"
-        attend = programs.split_by_head(kernels.attend, mesh)
+        attention_kernels = programs.split_by_head(kernels.attention, mesh)
         expert_kernels = programs.split_by_width(kernels.experts, mesh)
         self.context = programs.ProgramContext(
             spec,
             mesh,
             self.layout,
             paddings.max_choices,
-            attend,
+            attention_kernels,
             expert_kernels,
             self.adapter_layout,
             kernels.add_adapters,

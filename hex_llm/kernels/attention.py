@@ -129,6 +129,18 @@ class Batch:
     max_chunks: int = field(metadata={"static": True})
 
 
+class Projected(NamedTuple):
+    """What a layer's projection gives. Queries and keys are normed, if there are weights for it, each head by
+    itself, and then turned by angles, if there are any, the first half of a head against the second. Keys and
+    values are as decoder.contained has them."""
+
+    qkv: Array  # [T, K, G + 2, H]
+    norms: tuple[Array, Array] | None = None  # of queries and of keys, [H] each
+    table: tuple[Array, Array] | None = None  # cos and sin [T, H / 2]
+    eps: float = 0.0
+    offset: float = 0.0  # is added to the weights of norms
+
+
 class PagedAttention(Protocol):
     """Writes k and v into the pages, then lets every token attend to its sequence through them."""
 
@@ -143,3 +155,18 @@ class PagedAttention(Protocol):
     ) -> tuple[Array, KVPages]:
         """Attention out [T, K, G, H], and the pages."""
         ...
+
+
+class ProjectedAttention(Protocol):
+    """The same of heads that are yet to be made."""
+
+    def __call__(
+        self, heads: Projected, pages: KVPages, batch: Batch, options: Options
+    ) -> tuple[Array, KVPages]: ...
+
+
+class AttentionKernels(NamedTuple):
+    """What a platform has for it."""
+
+    attend: PagedAttention
+    attend_projected: ProjectedAttention | None = None  # None: it has none

@@ -18,10 +18,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from hex_llm.kernels import gpu_cudnn
-from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Options, as_held, first_key
+from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Options, Projected, as_held, first_key
+from hex_llm.kernels.gpu_heads import place_heads, write_kv
 from hex_llm.kernels.gpu_kernel import LAST, Begun, Cache, Tiling, WorkItem, attend
 from hex_llm.kernels.gpu_launch import MIN_DOT, next_power
-from hex_llm.kernels.gpu_write import write_kv
 
 MAX_GROUP = 64  # query heads per KV head
 MAX_HEAD_DIM = 256
@@ -41,9 +41,24 @@ def paged_attention(
     """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
     are exact, and there a row's result does not depend on the others of the batch."""
     pages, semaphores = write_kv(k, v, pages, batch.kv_slots)
-    cache = Cache(pages, batch.tables, semaphores)
-    out = prefill(q, k, v, batch, cache, options) if batch.max_chunks else None
-    return decode(q, batch, cache, options, out), pages
+    return _attend(
+        q, jnp.stack([k, v], axis=2), Cache(pages, batch.tables, semaphores), batch, options
+    ), pages
+
+
+def projected_attention(
+    heads: Projected, pages: KVPages, batch: Batch, options: Options
+) -> tuple[Array, KVPages]:
+    """See kernels.attention.ProjectedAttention."""
+    keep = batch.max_chunks > 0 and cudnn_begins(heads.qkv[:, :, :-2], options)
+    q, kv, pages, semaphores = place_heads(heads, pages, batch.kv_slots, keep)
+    return _attend(q, kv, Cache(pages, batch.tables, semaphores), batch, options), pages
+
+
+def _attend(q: Array, kv: Array | None, cache: Cache, batch: Batch, options: Options) -> Array:
+    """`kv` [T, K, 2, H] may be None where cuDNN does not begin."""
+    out = prefill(q, kv, batch, cache, options) if batch.max_chunks else None
+    return decode(q, batch, cache, options, out)
 
 
 def decode(q: Array, batch: Batch, cache: Cache, options: Options, out: Array | None) -> Array:
@@ -57,7 +72,7 @@ def decode(q: Array, batch: Batch, cache: Cache, options: Options, out: Array | 
     return attend(q, batch, items, cache, options, tiling, None if out is None else Begun(out))
 
 
-def prefill(q: Array, k: Array, v: Array, batch: Batch, cache: Cache, options: Options) -> Array:
+def prefill(q: Array, kv: Array | None, batch: Batch, cache: Cache, options: Options) -> Array:
     """Tokens of chunks, and padding, which stays finite."""
     num_rows, most = len(q), batch.max_chunks
     tiling = prefill_tiling(q, most)
@@ -66,13 +81,15 @@ def prefill(q: Array, k: Array, v: Array, batch: Batch, cache: Cache, options: O
     starts = row_blocks(chunks, tiling.num_tokens, tiling.num_blocks)
     starts, ends, lasts = starts[:-1], starts[1:], jnp.maximum(starts[1:] - 1, 0)
     first = first_key(batch.positions[jnp.minimum(starts, num_rows - 1)], options.mask)
-    if not cudnn_begins(q, options):
+    if kv is None or not cudnn_begins(q, options):
         items = work_items(starts, ends, first, batch.positions[lasts] + 1, tiling)
         return attend(q, batch, items, cache, options, tiling)
     # What is left are the keys before the step; of padding there are none, and it becomes 0.
     lengths = jnp.sum(chunks == jnp.arange(most)[:, None], axis=1, dtype=jnp.int32)
     lengths = jnp.append(batch.num_decodes, lengths)  # what cuDNN does of decodes is not used
-    k, v = (as_held(x, cache.pages.dtype) for x in (k, v))  # so that it does not matter where a step ends
+    k, v = (
+        as_held(kv[:, :, i], cache.pages.dtype) for i in range(2)
+    )  # so that it does not matter where a step ends
     out, logs = gpu_cudnn.causal(q, k, v, lengths, window=options.mask.window, scale=options.scale)
     first_rows = jnp.append(jnp.cumsum(lengths) - lengths, 0)
     owners = chunks[jnp.minimum(starts, num_rows - 1)] + 1

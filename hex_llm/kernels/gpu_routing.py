@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -69,8 +70,8 @@ def blocks_of(chosen: Array, num_experts: int, rows: int) -> Blocks:
     """Of at most so many rows. chosen [T, k] -> Blocks; of a token all are different."""
     flat = chosen.reshape(-1)
     if len(chosen) == 1:  # nobody shares an expert
-        place = lax.iota(jnp.int32, len(flat))
-        return Blocks(place, flat, place, place + 1)
+        place = np.arange(len(flat), dtype=np.int32)  # constants: XLA would start a kernel to make them
+        return Blocks(jnp.array(place), flat, jnp.array(place), jnp.array(place + 1))
     if len(flat) > MAX_PAIRS:
         return _sorted(chosen, num_experts, rows)
     num_placed = num_blocks = len(flat)

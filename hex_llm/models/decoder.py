@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from hex_llm.kernels.attention import Batch, KVPages, Options, PagedAttention
+from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages, Options, Projected
 from hex_llm.kernels.experts import Activation, ExpertKernels
 from hex_llm.models.linear import Matrix, linear
 from hex_llm.models.moe import moe
@@ -41,7 +41,7 @@ def forward(
     rope_lengths: jax.Array,
     pages: list[KVPages],
     batch: Batch,
-    attend: PagedAttention,
+    attention_kernels: AttentionKernels,
     expert_kernels: ExpertKernels,
 ) -> tuple[jax.Array, list[KVPages]]:
     """Embeddings [T, D] -> hidden states [T, D] before the head, and the KV pages of every layer.
@@ -53,7 +53,7 @@ def forward(
     new_pages = []
     for layer, w, layer_pages in zip(spec.layers, weights.layers, pages, strict=True):
         x, layer_pages = block(
-            x, w, spec, layer, tables.get(layer.rope), layer_pages, batch, attend, expert_kernels
+            x, w, spec, layer, tables.get(layer.rope), layer_pages, batch, attention_kernels, expert_kernels
         )
         new_pages.append(layer_pages)
     return rms_norm(x, weights.norm, spec), new_pages
@@ -68,7 +68,7 @@ def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
 
 
 # Compiled inside the step, so that layers that are alike are traced and lowered once, not once each.
-@partial(jax.jit, static_argnames=("spec", "layer", "attend", "expert_kernels"))
+@partial(jax.jit, static_argnames=("spec", "layer", "attention_kernels", "expert_kernels"))
 def block(
     x: jax.Array,
     w: LayerWeights,
@@ -77,13 +77,20 @@ def block(
     table: RopeTable | None,
     pages: KVPages,
     batch: Batch,
-    attend: PagedAttention,
+    attention_kernels: AttentionKernels,
     expert_kernels: ExpertKernels,
 ) -> tuple[jax.Array, KVPages]:
     """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
-    q, k, v = project_qkv(optional_norm(x, w.attn_norm, spec), w, spec, layer, table, batch)
+    qkv = linear(optional_norm(x, w.attn_norm, spec), w.qkv, w.qkv_bias)  # [T, K, G+2, H]
     options = Options(layer.mask, spec.attention_scale, spec.attn_softcap, w.sinks)
-    out, pages = attend(q, *contained(k, v), pages, batch, options)
+    attend, attend_projected = attention_kernels
+    if attend_projected and is_plain(layer, w, spec):
+        norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+        heads = Projected(qkv, norms, table, spec.norm_eps, spec.norm_offset)
+        out, pages = attend_projected(heads, pages, batch, options)
+    else:
+        q, k, v = heads_of(qkv, w, spec, layer, table, batch)
+        out, pages = attend(q, *contained(k, v), pages, batch, options)
     h = optional_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
     x = x + scaled(h, spec.residual_scale)
     h = feed_forward(x, w, spec, layer, expert_kernels)
@@ -91,21 +98,30 @@ def block(
     return x if w.scale is None else x * w.scale, pages
 
 
-def project_qkv(
-    x: jax.Array, w: LayerWeights, spec: ModelSpec, layer: Layer, table: RopeTable | None, batch: Batch
+def is_plain(layer: Layer, w: LayerWeights, spec: ModelSpec) -> bool:
+    """Whether `Projected` can say all that is done to its heads."""
+    is_turned_whole = layer.rope is None or (
+        2 * len(layer.rope.inv_freq) == spec.heads_of(layer).dim and not layer.rope.interleaved
+    )
+    is_normed_alone = w.q_norm is None or w.q_norm.ndim == 1
+    others = layer.keys_as_values, layer.qk_norm, layer.query_temperature is not None, spec.value_norm
+    return is_turned_whole and is_normed_alone and not any(others)
+
+
+def heads_of(
+    qkv: jax.Array, w: LayerWeights, spec: ModelSpec, layer: Layer, table: RopeTable | None, batch: Batch
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[T, D] -> q [T, K, G, H], k [T, K, H], v [T, K, H], rotated and normed."""
-    qkv = linear(x, w.qkv, w.qkv_bias)  # [T, K, G+2, H]
+    """[T, K, G+2, H] -> q [T, K, G, H], k [T, K, H], v [T, K, H], rotated and normed."""
     qk, v = qkv if layer.keys_as_values else qkv[:, :, :-1], qkv[:, :, -1]
     if spec.value_norm:
-        v = normalize(v.astype(jnp.float32), spec.norm_eps).astype(x.dtype)
+        v = normalize(v.astype(jnp.float32), spec.norm_eps).astype(qkv.dtype)
     if w.q_norm is not None and w.k_norm is not None:
         k = head_norm(qk[:, :, -1], w.k_norm, spec)
         qk = jnp.concatenate([head_norm(qk[:, :, :-1], w.q_norm, spec), k[:, :, None]], axis=2)
     if layer.rope is not None and table is not None:
         qk = rotate(qk, *table, layer.rope.interleaved)
     if layer.qk_norm:
-        qk = normalize(qk.astype(jnp.float32), spec.norm_eps).astype(x.dtype)
+        qk = normalize(qk.astype(jnp.float32), spec.norm_eps).astype(qkv.dtype)
     q, k = qk[:, :, :-1], qk[:, :, -1]
     if layer.query_temperature is not None:
         q = q * query_scales(layer.query_temperature, batch.positions)[:, None, None, None].astype(q.dtype)

@@ -111,9 +111,11 @@ def context_of(spec: ModelSpec, mesh: Any, kind: str, sizes: Sizes) -> programs.
     kernels = tpu_kernels(spec, mesh.size, sizes)
     width = -(-sizes.max_len // sizes.block_size)
     layout = SlotLayout(sizes.batch + 1, sizes.max_len, spec.vocab_size, width)
-    attend = programs.split_by_head(kernels.attend, seen)
+    attention_kernels = programs.split_by_head(kernels.attention, seen)
     expert_kernels = programs.split_by_width(kernels.experts, seen)
-    return programs.ProgramContext(spec, mesh, layout, num_choices(sizes.batch), attend, expert_kernels)
+    return programs.ProgramContext(
+        spec, mesh, layout, num_choices(sizes.batch), attention_kernels, expert_kernels
+    )
 
 
 def topology_devices(name: str) -> list[jax.Device]:

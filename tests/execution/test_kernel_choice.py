@@ -27,7 +27,7 @@ def test_layers_whose_heads_no_kernel_is_for_have_the_reference(
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "paged_attention", lambda *_, name=name: used.append(name))
     choose_kernels.cache_clear()
-    attend: Any = choose_kernels(model_spec(CONFIG), GPU).attend
+    attend: Any = choose_kernels(model_spec(CONFIG), GPU).attention.attend
     for head_dim in (64, 512):
         attend(jnp.zeros((1, 2, 2, head_dim), BF16), *[None] * 5)
     assert used == ["gpu", "reference"]

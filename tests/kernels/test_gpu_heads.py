@@ -1,0 +1,88 @@
+"""The GPU's heads, interpreted where there is none, beside what XLA makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hex_llm.kernels import gpu_launch, reference
+from hex_llm.kernels.attention import KVPages, Projected
+from hex_llm.kernels.gpu_heads import place_heads
+from hex_llm.models import decoder
+from hex_llm.models.rope import rotate
+from tests.kernels.lowering import lowered_for_gpus
+from tests.kernels.test_gpu import as_pages
+
+NUM_TOKENS, KV_HEADS, BLOCK = 5, 3, 4
+SLOTS = jnp.array([9, 4, 17, 0, 23], jnp.int32)
+FORMS = ["plain", "normed", "turned", "normed and turned"]
+
+
+def heads_of(form: str, group: int, head_dim: int, dtype: Any) -> Projected:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int, dtype: Any = dtype) -> jax.Array:
+        return jnp.array(rng.standard_normal(shape), dtype)
+
+    angles = normal(NUM_TOKENS, head_dim // 2, dtype=jnp.float32)
+    norms = (normal(head_dim), normal(head_dim)) if "normed" in form else None
+    table = (jnp.cos(angles), jnp.sin(angles)) if "turned" in form else None
+    return Projected(normal(NUM_TOKENS, KV_HEADS, group + 2, head_dim), norms, table, eps=1e-5, offset=1.0)
+
+
+def expected(heads: Projected, pages: KVPages) -> tuple[jax.Array, jax.Array, KVPages]:
+    qk, v = heads.qkv[:, :, :-1], heads.qkv[:, :, -1]
+    if heads.norms is not None:
+        weights = jnp.stack([heads.norms[0]] * (qk.shape[2] - 1) + [heads.norms[1]]).astype(jnp.float32)
+        normed = decoder.normalize(qk.astype(jnp.float32), heads.eps) * (weights + heads.offset)
+        qk = normed.astype(qk.dtype)
+    if heads.table is not None:
+        qk = rotate(qk, *heads.table, interleaved=False)
+    k, v = decoder.contained(qk[:, :, -1], v)
+    return qk[:, :, :-1], jnp.stack([k, v], axis=2), reference.write_kv(k, v, pages, SLOTS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("group", "head_dim", "dtype", "kv_dtype"),
+    [
+        (1, 16, jnp.float32, jnp.float32),
+        (3, 80, jnp.bfloat16, jnp.bfloat16),
+        (8, 128, jnp.bfloat16, jnp.int8),
+        (4, 64, jnp.float32, jnp.float8_e4m3fn),
+    ],
+)
+def test_heads_are_made_and_written(form: str, group: int, head_dim: int, dtype: Any, kv_dtype: Any) -> None:
+    heads = heads_of(form, group, head_dim, dtype)
+    heads = heads._replace(qkv=heads.qkv.at[1, 2, -1, 3].set(jnp.inf).at[2, 0, -1, 5].set(jnp.nan))
+    pages = as_pages(jnp.ones((7, BLOCK, KV_HEADS, 2, head_dim)), np.dtype(kv_dtype))
+    *got, semaphores = place_heads(heads, pages, SLOTS, keep=True)
+    exact = dtype == jnp.float32 or form == "plain"
+    for mine, theirs in zip(*map(jax.tree.leaves, (got, expected(heads, pages))), strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
+        if mine.dtype == jnp.uint16:  # two codes, of which one may be rounded the other way
+            assert np.mean(np.asarray(mine) != np.asarray(theirs)) < 0.02
+        else:
+            tolerance = 1e-5 if exact else 1e-2
+            mine, theirs = (np.asarray(one, np.float32) for one in (mine, theirs))
+            np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert not semaphores.any()
+
+
+def test_lowers_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
+    for kv_dtype in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
+        pages = as_pages(jnp.ones((7, BLOCK, KV_HEADS, 2, 96), jnp.bfloat16), np.dtype(kv_dtype))
+        heads = heads_of("normed and turned", 5, 96, jnp.bfloat16)
+        text = lowered_for_gpus(
+            lambda arrays, *others: place_heads(Projected(*arrays, eps=1e-6), *others),
+            heads[:3],
+            pages,
+            SLOTS,
+        )
+        assert text.count("triton_kernel_call") == 1 or "triton" in text
