@@ -60,8 +60,8 @@ def plans(llm: LLM) -> dict[str, StepPlan]:
 
 
 def remember(llm: LLM, plan: StepPlan, **params: Any) -> None:
-    """Writes the slots of a plan's rows; where there are adapters, they have them by turns. Tokens are random:
-    rows that are alike would choose the same experts."""
+    """Writes the slots of a plan's rows; where there are adapters, they have them by turns. Tokens are
+    random: rows that are alike would choose the same experts."""
     runner = llm.engine.stepper.runner
     record, rng = partial(runner.layout.record, SamplingParams(**params), 1, 1), random.Random(0)
     num = runner.adapter_layout.num_slots if runner.adapter_layout else 0

@@ -19,12 +19,13 @@ Activation = Callable[[Array], Array]
 
 
 class Choice(NamedTuple):
-    """What a router's logits mean, which are float32."""
+    """What a router's logits mean."""
 
     scored: Activation  # makes scores of them, along the last axis
     num: int  # of experts for a token
     normalized: bool  # the scores of those that are chosen
     scale: float
+    logit_scale: float = 1.0
 
 
 class ChooseExperts(Protocol):
@@ -85,6 +86,7 @@ class ExpertKernels(NamedTuple):
 
 def choose(logits: Array, correction: Array | None, choice: Choice) -> tuple[Array, Array]:
     """See ChooseExperts."""
+    logits = logits.astype(jnp.float32) * choice.logit_scale
     scores = choice.scored(logits)
     # Scores that are nearly 1 are told apart by the logits only.
     ranks = logits if correction is None else scores + correction

@@ -95,7 +95,7 @@ def fused_moe(
     else:
         first, out_shape = replace(first, gates=None), (tilings[0].splits, chosen.size, 2 * width)
         sums = jnp.sum(multiply(x, blocks, scores, both, out_shape, jnp.float32, first), axis=0)
-        sums = sums if bias is None else sums + bias[chosen.reshape(-1)[blocks.order]]
+        sums = sums if bias is None else sums + bias[blocks.placed(chosen.reshape(-1))]
         hidden = options.gated(sums[:, :width], sums[:, width:]).astype(x.dtype)
     second = Product(per_token, False, None, not options.scale_input, tilings[1])
     splits = tilings[1].splits
@@ -178,8 +178,8 @@ def multiply(
 
 
 def _multiply_kernel(
-    order_ref: Any,  # see Blocks
-    experts_ref: Any,
+    experts_ref: Any,  # see Blocks
+    order_ref: Any,
     starts_ref: Any,
     ends_ref: Any,
     scores_ref: Any,  # [P]
@@ -192,16 +192,21 @@ def _multiply_kernel(
     dots: Callable[..., list[Array]],
 ) -> None:
     tiling, num_columns = product.tiling, out_ref.shape[-1]
-    block, column_block = _tile(len(ends_ref), pl.cdiv(num_columns, tiling.columns), tiling.together)
+    block, column_block = _tile(len(experts_ref), pl.cdiv(num_columns, tiling.columns), tiling.together)
     split = pl.program_id(1)
-    expert, start, end = experts_ref[block], starts_ref[block], ends_ref[block]
+    expert = experts_ref[block]
+    start, end = (block, block + 1) if starts_ref is None else (starts_ref[block], ends_ref[block])
 
     @pl.when(start < end)
     def multiply_tile() -> None:
         place = start + lax.iota(jnp.int32, tiling.rows)
         valid = place < end
         # Of a place that is not stored to, an interpreted store writes back what was there: let it be none.
-        pair = plgpu.load(order_ref.at[place], mask=valid, other=len(order_ref))
+        none = len(scores_ref)
+        if order_ref is None:
+            pair = jnp.where(valid, place, none)
+        else:
+            pair = plgpu.load(order_ref.at[place], mask=valid, other=none)
         column = column_block * tiling.columns + lax.iota(jnp.int32, tiling.columns)
         # What is not there is read from somewhere else instead, and not stored.
         here = column if num_columns % tiling.columns == 0 else jnp.minimum(column, num_columns - 1)

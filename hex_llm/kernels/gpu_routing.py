@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -19,7 +18,7 @@ from hex_llm.kernels.experts import Choice
 from hex_llm.kernels.gpu_launch import launched, next_power
 
 MAX_PAIRS = 4096  # each is compared with every other; of more, sorting takes less time
-PLACED, SEEN = 16, 128  # pairs that a program places, and others that it looks at together
+PLACED, SEEN = 8, 1024  # pairs that a program places, and others that it looks at together, at most
 
 
 def choose(logits: Array, correction: Array | None, choice: Choice) -> tuple[Array, Array]:
@@ -40,6 +39,7 @@ def _choose_kernel(
     there = lane < num_experts
     # Lanes too many score nothing, and are never chosen.
     logits = plgpu.load(logits_ref.at[token, lane], mask=there, other=-jnp.inf).astype(jnp.float32)
+    logits *= choice.logit_scale
     scores, ranks = choice.scored(logits), logits
     if correction_ref is not None:
         ranks = scores + plgpu.load(correction_ref.at[lane], mask=there, other=0)
@@ -58,26 +58,29 @@ def _choose_kernel(
 
 
 class Blocks(NamedTuple):
-    """Pairs in the order of their experts, cut into blocks of one expert each. Some blocks have no pairs."""
+    """Pairs in the order of their experts, cut into blocks of one expert each. Some blocks have no pairs.
+    With experts alone, each pair is a block: the rest would be constants, which XLA makes by kernels."""
 
-    order: Array  # [P]: the pair at each place
-    experts: Array  # [B], and of which places a block is
-    starts: Array  # [B]
-    ends: Array  # [B]
+    experts: Array  # [B], of each block
+    order: Array | None = None  # [P]: the pair at each place
+    starts: Array | None = None  # [B]: the places of a block
+    ends: Array | None = None  # [B]
+
+    def placed(self, of_pairs: Array) -> Array:
+        return of_pairs if self.order is None else of_pairs[self.order]
 
 
 def blocks_of(chosen: Array, num_experts: int, rows: int) -> Blocks:
     """Of at most so many rows. chosen [T, k] -> Blocks; of a token all are different."""
     flat = chosen.reshape(-1)
     if len(chosen) == 1:  # nobody shares an expert
-        place = np.arange(len(flat), dtype=np.int32)  # constants: XLA would start a kernel to make them
-        return Blocks(jnp.array(place), flat, jnp.array(place), jnp.array(place + 1))
+        return Blocks(flat)
     if len(flat) > MAX_PAIRS:
         return _sorted(chosen, num_experts, rows)
     num_placed = num_blocks = len(flat)
     if len(flat) > num_experts:
         num_placed, num_blocks = len(flat) + num_experts, len(flat) // rows + num_experts
-    out = [jax.ShapeDtypeStruct((num,), jnp.int32) for num in (len(flat), *[num_blocks] * 3)]
+    out = [jax.ShapeDtypeStruct((num,), jnp.int32) for num in (num_blocks, len(flat), num_blocks, num_blocks)]
     kernel = partial(_place_kernel, rows=rows, num_experts=num_experts)
     return Blocks(*launched(kernel, (pl.cdiv(num_placed, PLACED),), out, warps=4, stages=1)(flat))
 
@@ -91,13 +94,13 @@ def _sorted(chosen: Array, num_experts: int, rows: int) -> Blocks:
     expert = jnp.sum(blocks_end[None, :] <= block[:, None], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, num_experts - 1)  # of blocks too many, which begin behind its end
     start = starts[expert] + (block - (blocks_end - num_blocks)[expert]) * rows
-    return Blocks(order, expert, start, jnp.minimum(start + rows, ends[expert]))
+    return Blocks(expert, order, start, jnp.minimum(start + rows, ends[expert]))
 
 
 def _place_kernel(
     chosen_ref: Any,
-    order_ref: Any,
     experts_ref: Any,
+    order_ref: Any,
     starts_ref: Any,
     ends_ref: Any,
     *,
@@ -112,23 +115,23 @@ def _place_kernel(
     expert's begin: experts, which are placed as one more pair behind their others, then make it empty.
     """
     num_pairs = len(chosen_ref)
+    num_seen = min(next_power(num_pairs), SEEN)
     row = pl.program_id(0) * PLACED + lax.iota(jnp.int32, PLACED)
     is_pair = row < num_pairs
     own = plgpu.load(chosen_ref.at[jnp.minimum(row, num_pairs - 1)])
     expert = jnp.where(is_pair, own, row - num_pairs)
 
     def count(i: Array, counts: list[Array]) -> list[Array]:
-        other = (i * SEEN + lax.iota(jnp.int32, SEEN))[None, :]
+        other = (i * num_seen + lax.iota(jnp.int32, num_seen))[None, :]
         theirs = plgpu.load(chosen_ref.at[jnp.minimum(other, num_pairs - 1)])
         # Behind the last pair is an expert that nobody has.
         theirs = jnp.where(other < num_pairs, theirs, num_experts)
         is_same = theirs == expert[:, None]
         found = theirs < expert[:, None], is_same, is_same & (other < row[:, None])
-        return [n + one.astype(jnp.int32) for n, one in zip(counts, found, strict=True)]
+        return [n + jnp.sum(one, axis=1, dtype=jnp.int32) for n, one in zip(counts, found, strict=True)]
 
-    zeros = [jnp.zeros((PLACED, SEEN), jnp.int32)] * 3
-    counts = lax.fori_loop(0, pl.cdiv(num_pairs, SEEN), count, zeros)
-    start, num, rank = (jnp.sum(one, axis=1) for one in counts)
+    zeros = [jnp.zeros(PLACED, jnp.int32)] * 3
+    start, num, rank = lax.fori_loop(0, pl.cdiv(num_pairs, num_seen), count, zeros)
     place, is_first = start + rank, lax.rem(rank, rows) == 0
     end = jnp.where(is_first, jnp.minimum(place + rows, start + num), place)
     if num_pairs <= num_experts:

@@ -27,7 +27,6 @@ def moe(
     # A correction is of float32: so are then the numbers that it tells apart.
     exact = jnp.float32 if w.correction is not None else x.dtype
     logits = linear(seen.astype(exact), Dense(w.router.astype(exact)), w.router_bias)
-    logits = logits.astype(jnp.float32) * experts.logit_scale
     chosen, scores = expert_kernels.choose(logits, w.correction, choice_of(experts))
     if w.expert_scales is not None:
         scores = scores * w.expert_scales[chosen].astype(scores.dtype)
@@ -42,7 +41,7 @@ def moe(
 
 def choice_of(experts: Experts) -> Choice:
     scored = jax.nn.sigmoid if experts.sigmoid else jax.nn.softmax
-    return Choice(scored, experts.num_per_token, experts.normalized, experts.scale)
+    return Choice(scored, experts.num_per_token, experts.normalized, experts.scale, experts.logit_scale)
 
 
 def _given(matrix: Any, dtype: DTypeLike) -> Any:
