@@ -126,7 +126,9 @@ def decode_tiling(q: Array, pages: KVPages) -> Tiling:
         tiling = tile(keys=64, num_spare=spare, min_split=256, warps=2, stages=5)
     elif programs <= 128:
         tiling = tile(keys=64, num_spare=7 * num_blocks, min_split=512, warps=4, stages=3)
-    else:  # many: splits only balance rows of different lengths
+    elif 256 < programs <= 512 and pages.dtype not in LARGEST:  # four for each multiprocessor, two at a time
+        tiling = tile(keys=64, num_spare=num_blocks, min_split=1024, warps=2, stages=3)
+    else:  # splits only balance rows of different lengths
         min_split = 1024 if programs <= 512 else 2048
         stages = 3 if pages.dtype in LARGEST else 2  # tiles of half as many bytes
         tiling = tile(keys=128, num_spare=num_blocks, min_split=min_split, warps=4, stages=stages)
