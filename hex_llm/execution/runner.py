@@ -72,7 +72,8 @@ PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
 MAX_GRAPH_TOKENS = 512
 GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 NO_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1_000_000}
-# cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md).
+# cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md). To
+# try something, it would also need room for all that is read, once more.
 UNTRIED_PRODUCTS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
 
@@ -338,10 +339,8 @@ class Runner(StepRunner):
     def _options(self, key: Key) -> dict[str, Any] | None:
         if self._platform != "gpu":
             return None
-        if not isinstance(key, StepShape) or key.num_tokens > MAX_GRAPH_TOKENS:
-            return NO_GRAPHS | UNTRIED_PRODUCTS
-        # One row's products are worth trying: there XLA's own kernels are the fastest.
-        return GRAPHS if key.num_tokens == 1 else GRAPHS | UNTRIED_PRODUCTS
+        is_short = isinstance(key, StepShape) and key.num_tokens <= MAX_GRAPH_TOKENS
+        return (GRAPHS if is_short else NO_GRAPHS) | UNTRIED_PRODUCTS
 
     def _op_by_op(self, key: Key) -> Program:
         function = self._described(key).function
