@@ -72,8 +72,8 @@ PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
 MAX_GRAPH_TOKENS = 512
 GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 NO_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1_000_000}
-# cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md). To
-# try something, it would also need room for all that is read, once more.
+# cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md).
+# To try them it would also need room: a GiB for the head of a large vocabulary.
 UNTRIED_PRODUCTS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
 
@@ -381,6 +381,7 @@ class Runner(StepRunner):
             last, rows = self._run_padding(shape)
             if shape.gives_logits:
                 choose(last)
+            jax.block_until_ready(self.slots)  # what waits for its turn would be in memory all at once
         for key in self._logits_programs():
             choose(self.program(key)(self._lm_head(key.num_rows), last))
         jax.block_until_ready(self.slots)
