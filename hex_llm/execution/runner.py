@@ -56,6 +56,7 @@ from hex_llm.kernels.attention import empty_pages
 from hex_llm.models.adapters import Slots
 from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
+from hex_llm.models.quantized import Float8
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import PAGES, placed
 from hex_llm.sampling_params import MAX_LOGPROBS
@@ -112,6 +113,7 @@ class Runner(StepRunner):
         self._features = [0] * self.layout.num_slots
         # Where branches cost little, one program chooses tokens, whatever is wanted.
         self.branches = self._platform != "gpu"
+        self._has_float8 = any(map(_is_float8, jax.tree.leaves(weights, is_leaf=_is_float8)))
         self.is_warm = False
         # Accelerators round the factors of a float32 product to fewer bits unless told not to.
         self.precision = "highest" if dtype == np.float32 else "default"
@@ -339,8 +341,10 @@ class Runner(StepRunner):
     def _options(self, key: Key) -> dict[str, Any] | None:
         if self._platform != "gpu":
             return None
-        is_short = isinstance(key, StepShape) and key.num_tokens <= MAX_GRAPH_TOKENS
-        return (GRAPHS if is_short else NO_GRAPHS) | UNTRIED_PRODUCTS
+        if not isinstance(key, StepShape) or key.num_tokens > MAX_GRAPH_TOKENS:
+            return NO_GRAPHS | UNTRIED_PRODUCTS
+        # One row of floats of 8 bits is worth trying: what cuBLAS chooses itself is slower than 16 bits.
+        return GRAPHS if key.num_tokens == 1 and self._has_float8 else GRAPHS | UNTRIED_PRODUCTS
 
     def _op_by_op(self, key: Key) -> Program:
         function = self._described(key).function
@@ -389,6 +393,10 @@ class Runner(StepRunner):
     def _run_padding(self, shape: StepShape) -> tuple[jax.Array, jax.Array]:
         last, rows, _ = self._run(shape, np.zeros(shape.packed_size, np.int32))
         return last, rows
+
+
+def _is_float8(part: Any) -> bool:
+    return isinstance(part, Float8)
 
 
 def is_there(array: jax.Array) -> bool:
