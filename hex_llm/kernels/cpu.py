@@ -7,6 +7,7 @@ quantized ones see cpu_quantized.py.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -177,24 +178,26 @@ def _compile(folder: Path) -> Path:
     if compiler is None:
         raise FileNotFoundError("no C++ compiler is installed")
     path = folder / f"hex_llm-{_fingerprint(compiler)}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as parts, ThreadPoolExecutor() as compilers:
-
-            def run(output: str, *arguments: str) -> str:
-                command = [
-                    compiler,
-                    *FLAGS,
-                    f"-I{jax.ffi.include_dir()}",
-                    *arguments,
-                    "-o",
-                    f"{parts}/{output}",
-                ]
-                subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-                return command[-1]
-
-            objects = compilers.map(lambda source: run(f"{source.stem}.o", "-c", str(source)), SOURCES)
-            Path(run("whole", "-shared", *objects)).replace(path)
+    if path.exists():
+        return path
+    with (folder / "hex_llm-compiling").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # who starts at the same time as another waits for its library
+        if not path.exists():
+            _compile_to(path, compiler)
     return path
+
+
+def _compile_to(path: Path, compiler: str) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as parts, ThreadPoolExecutor() as compilers:
+
+        def run(output: str, *arguments: str) -> str:
+            made, include = f"{parts}/{output}", f"-I{jax.ffi.include_dir()}"
+            command = [compiler, *FLAGS, include, *arguments, "-o", made]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+            return made
+
+        objects = compilers.map(lambda source: run(f"{source.stem}.o", "-c", str(source)), SOURCES)
+        Path(run("whole", "-shared", *objects)).replace(path)
 
 
 def _fingerprint(compiler: str) -> str:

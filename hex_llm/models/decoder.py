@@ -103,7 +103,7 @@ def is_plain(layer: Layer, w: LayerWeights, spec: ModelSpec) -> bool:
     is_turned_whole = layer.rope is None or (
         2 * len(layer.rope.inv_freq) == spec.heads_of(layer).dim and not layer.rope.interleaved
     )
-    is_normed_alone = w.q_norm is None or w.q_norm.ndim == 1
+    is_normed_alone = w.q_norm is None or len(w.q_norm.shape) == 1
     others = layer.keys_as_values, layer.qk_norm, layer.query_temperature is not None, spec.value_norm
     return is_turned_whole and is_normed_alone and not any(others)
 

@@ -157,7 +157,9 @@ def quantized(array: jax.Array, num_outputs: int, to: Rounding) -> tuple[Quantiz
     return words, words.expanded(jnp.float32).reshape(array.shape)
 
 
-@pytest.mark.parametrize(("num_tokens", "options"), [(1, PLAIN), (40, LIMITED), (300, PLAIN)])
+@pytest.mark.parametrize(
+    ("num_tokens", "options"), [(1, PLAIN), (40, LIMITED), pytest.param(300, PLAIN, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_quantized_experts_on_gpus(name: str, num_tokens: int, options: ExpertOptions) -> None:
     """Widths and inputs that do not fill blocks of words."""

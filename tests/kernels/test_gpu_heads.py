@@ -19,7 +19,10 @@ from tests.kernels.test_gpu import as_pages
 
 NUM_TOKENS, KV_HEADS, BLOCK = 5, 3, 4
 SLOTS = jnp.array([9, 4, 17, 0, 23], jnp.int32)
-FORMS = ["plain", "normed", "turned", "normed and turned"]
+FORMS = [
+    "normed and turned",
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("normed", "turned", "plain")),
+]
 
 
 def heads_of(form: str, group: int, head_dim: int, dtype: Any) -> Projected:

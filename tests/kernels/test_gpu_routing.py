@@ -48,8 +48,8 @@ def test_logits_that_are_no_numbers_choose_what_is_there() -> None:
     assert bool(jnp.isnan(scores[0]).all())
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 65, 200, 600])
-@pytest.mark.parametrize(("num_experts", "rows"), [(8, 16), (128, 16), (128, 32)])
+@pytest.mark.parametrize("num_tokens", [1, 16, 65, 600])
+@pytest.mark.parametrize(("num_experts", "rows"), [(8, 16), (128, 32)])
 def test_blocks_are_of_one_expert_each(num_tokens: int, num_experts: int, rows: int) -> None:
     """All pairs are in one, in their order, and only the last of an expert's is not full."""
     rng = np.random.default_rng(num_tokens)
