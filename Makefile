@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SERVER := .venv/.server-installed
 TESTS := .venv/.tests-installed
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python compiles what it imports when it does: most of what lies in large packages never is.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 ARGS ?=
 # It asks for a huggingface_hub below 1, but runs with ours: so it cannot be named among the others.
 TGI_CLIENT := text-generation==0.7.0

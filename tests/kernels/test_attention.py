@@ -144,13 +144,19 @@ def test_ragged_batch(
 
     sinks = rng.standard_normal((KV_HEADS, group), dtype=np.float32) * 2 if has_sinks else None
     arrays = (jnp.array(array) for array in (q, k, v, pages))
-    out, pages_out = attend(*arrays, batch, sinks)
+    out, pages_out = map(np.asarray, attend(*arrays, batch, sinks))
     for row, (i, p) in enumerate(rows):
         expected = dense(q[row], keys[i], values[i], p, mask, softcap, sinks)
         np.testing.assert_allclose(out[row], expected, atol=2e-6, err_msg=f"sequence {i} position {p}")
-        stored = np.asarray(pages_out)[tables[i, p // block_size], p % block_size]
+        stored = pages_out[tables[i, p // block_size], p % block_size]
         np.testing.assert_array_equal(stored, np.stack([keys[i][p], values[i][p]], axis=1))
-    assert np.isfinite(np.asarray(out)).all(), "padding must stay finite"
+    assert np.isfinite(out).all(), "padding must stay finite"
+
+
+def attended(paged_attention: PagedAttention, *arguments: Any) -> np.ndarray:
+    """What comes out, without the pages; compiled whole."""
+    *arrays, options = arguments
+    return np.asarray(jax.jit(partial(paged_attention, options=options))(*arrays)[0])
 
 
 @every_one
@@ -168,7 +174,7 @@ def test_a_row_does_not_depend_on_its_neighbours(paged_attention: PagedAttention
         slots = tables[jnp.arange(n), at // 32] * 32 + at % 32
         batch = Batch(at, jnp.arange(n), slots, tables[:n], jnp.int32(n), 0)
         options = Options(Mask(), 1.0, None)
-        return np.asarray(paged_attention(q[:n], kv[:n], kv[:n], pages, batch, options)[0][0])
+        return attended(paged_attention, q[:n], kv[:n], kv[:n], pages, batch, options)[0]
 
     np.testing.assert_array_equal(first_row([100, 900]), first_row([100, 3]))
 
@@ -190,7 +196,7 @@ def test_a_prefill_row_does_not_depend_on_its_neighbours(paged_attention: PagedA
         slots = tables[owners, at // 32] * 32 + at % 32
         batch = Batch(at, owners, slots, tables, jnp.int32(0), 3)
         options = Options(Mask(), 1.0, None)
-        return np.asarray(paged_attention(q[rows], kv[rows], kv[rows], pages, batch, options)[0])
+        return attended(paged_attention, q[rows], kv[rows], kv[rows], pages, batch, options)
 
     together = attend(slice(0, 128), lengths, tables)[middle]
     np.testing.assert_allclose(together, attend(middle, lengths[1:2], tables[1:2]), atol=1e-6)
@@ -236,7 +242,7 @@ def test_what_is_hidden_cannot_spread(
     def attend() -> np.ndarray:
         contained = decoder.contained(jnp.array(k), jnp.array(v))
         held = jnp.array(pages) if dtype is None else as_pages(jnp.array(pages), dtype)
-        return np.asarray(paged_attention(q, *contained, held, batch, options)[0])
+        return attended(paged_attention, q, *contained, held, batch, options)
 
     expected = attend()
     if place == "behind the end":

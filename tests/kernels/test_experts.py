@@ -110,7 +110,15 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("spread", "options"),
     [
-        *(pytest.param(spread, SCALED, id=f"{spread}, scaled inputs") for spread in SPREADS),
+        *(
+            pytest.param(
+                spread,
+                SCALED,
+                id=f"{spread}, scaled inputs",
+                marks=[pytest.mark.slow] * spread.startswith("all to"),
+            )
+            for spread in SPREADS
+        ),
         *(
             pytest.param(
                 spread,
@@ -153,8 +161,12 @@ ROUNDINGS = {
 
 def quantized(array: jax.Array, num_outputs: int, to: Rounding) -> tuple[QuantizedWords, jax.Array]:
     """As GPUs hold it, and what it then is."""
-    words = in_words(quantize(Dense(array.astype(jnp.float32), num_outputs), to))
-    return words, words.expanded(jnp.float32).reshape(array.shape)
+
+    def both(array: jax.Array) -> tuple[QuantizedWords, jax.Array]:
+        words = in_words(quantize(Dense(array.astype(jnp.float32), num_outputs), to))
+        return words, words.expanded(jnp.float32).reshape(array.shape)
+
+    return jax.jit(both)(array)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,11 @@ def logits_of(num_tokens: int, num_experts: int) -> jax.Array:
 def test_experts_are_chosen(name: str, corrected: bool) -> None:
     logits = logits_of(37, NUM_EXPERTS[name])
     correction = jnp.linspace(0.2, -0.2, logits.shape[1]) if corrected else None
-    chosen, scores = gpu_routing.choose(logits, correction, CHOICES[name])
-    expected, exact = experts.choose(logits, correction, CHOICES[name])
+    found = [
+        jax.jit(partial(choose, choice=CHOICES[name]))(logits, correction)
+        for choose in (gpu_routing.choose, experts.choose)
+    ]
+    (chosen, scores), (expected, exact) = found
     np.testing.assert_array_equal(chosen, expected)
     np.testing.assert_allclose(scores, exact, rtol=2e-6)
 
@@ -52,10 +55,13 @@ def test_logits_that_are_no_numbers_choose_what_is_there() -> None:
 @pytest.mark.parametrize(("num_experts", "rows"), [(8, 16), (128, 32)])
 def test_blocks_are_of_one_expert_each(num_tokens: int, num_experts: int, rows: int) -> None:
     """All pairs are in one, in their order, and only the last of an expert's is not full."""
-    rng = np.random.default_rng(num_tokens)
+    rng, find = (
+        np.random.default_rng(num_tokens),
+        jax.jit(partial(blocks_of, num_experts=num_experts, rows=rows)),
+    )
     spread = rng.permuted(np.tile(np.arange(num_experts), (num_tokens, 1)), axis=1)[:, :8]
     for chosen in (spread, np.sort(spread)[:, :1] // 2, np.full((num_tokens, 1), num_experts - 1)):
-        owners, order, starts, ends = blocks_of(jnp.array(chosen, jnp.int32), num_experts, rows)
+        owners, order, starts, ends = find(jnp.array(chosen, jnp.int32))
         if order is None or starts is None or ends is None:
             assert num_tokens == 1
             order, starts, ends = np.arange(8), np.arange(8), np.arange(1, 9)
