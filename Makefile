@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 SERVER := .venv/.server-installed
 TESTS := .venv/.tests-installed
-# Python compiles what it imports when it does: most of what lies in large packages never is.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
+# By all cores, where pip has one. Some packages have files that are wrong on purpose.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 ARGS ?=
 # It asks for a huggingface_hub below 1, but runs with ours: so it cannot be named among the others.
 TGI_CLIENT := text-generation==0.7.0
@@ -71,10 +72,12 @@ $(BIN)/python:
 
 $(SERVER): pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) --editable .
+	@$(COMPILE)
 	touch $@
 
 $(TESTS): pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) --editable ".[test]"
 	$(PIP_INSTALL) --no-deps $(TGI_CLIENT)
+	@$(COMPILE)
 	@$(INSTALL_CHROMIUM)
 	touch $@ $(SERVER)
