@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hex_llm.models.linear import FEW_ROWS, Dense, linear
+from tests.kernels.lowering import lowered_for_gpus
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, FEW_ROWS[-1], FEW_ROWS[-1] + 1])
@@ -36,3 +37,11 @@ def test_products_of_bfloat16_are_summed_in_float32() -> None:
     assert out.dtype == jnp.bfloat16
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-8, atol=1e-4)  # rounded once
+
+
+@pytest.mark.parametrize(("rows", "is_product"), [(1, False), (2, True)])
+def test_one_row_is_a_reduction_on_gpus(rows: int, is_product: bool) -> None:
+    """XLA reads a matrix faster for it than for a product."""
+    weight = Dense(jnp.zeros((96, 64), jnp.bfloat16))
+    text = lowered_for_gpus(weight.matmul, jnp.zeros((rows, 64), jnp.bfloat16))
+    assert ("dot_general" in text) == is_product
