@@ -84,7 +84,8 @@ def fused_moe(
     tilings = tilings or (up_tiling(chosen, gate_up), down_tiling(chosen, down))
     num_experts, _, width = _outputs(gate_up)
     num_tokens, per_token = chosen.shape
-    blocks, scores = blocks_of(chosen, num_experts, tilings[0].rows), scores.reshape(-1)
+    most_rows = min(tiling.rows for tiling in tilings)
+    blocks, scores = blocks_of(chosen, num_experts, most_rows), scores.reshape(-1)
     both = gate_up
     if not isinstance(both, QuantizedWords):
         both = both.reshape(num_experts, 2 * width, -1)
@@ -156,7 +157,7 @@ def _rows(chosen: Array, weight: Array | QuantizedWords) -> int:
 
 def multiply(
     x: Array,
-    blocks: Blocks,  # of as many rows as the tiling's
+    blocks: Blocks,  # of at most as many rows as the tiling's
     scores: Array,
     weight: Array | QuantizedWords,
     out_shape: tuple[int, ...],

@@ -95,4 +95,4 @@ def test_lowers_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
             pages,
             SLOTS,
         )
-        assert text.count("triton_kernel_call") == 1 or "triton" in text
+        assert "triton" in text
