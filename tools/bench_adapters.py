@@ -5,7 +5,7 @@ order, of more rows 1800 in a row have the same. A line says what a call takes, 
 base's product. The products behind attention and feed-forward are added to what they were made from, as
 cuBLAS does in the decoder. Calls follow one another in one program, with the weights of four layers in turns.
 
-    python tools/bench_adapters.py [--products qkv,out,gate_up,down] [--rows 64,8192] [--only now,first]
+    python tools/bench_adapters.py [--products qkv,out,gate_up,down] [--rows 64,8192] [--only now,64]
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hex_llm.execution.runner import GRAPHS, NO_GRAPHS, UNTRIED_PRODUCTS
+from hex_llm.execution.runner import BESIDE, GRAPHS, NO_GRAPHS, UNTRIED_PRODUCTS
 from hex_llm.kernels.adapters import Fused
-from hex_llm.kernels.gpu_adapters import FEW_ROWS, Adding, Ranking, add_adapters, ranks_of_rows
+from hex_llm.kernels.gpu_adapters import BY_ROW, FEW_ROWS, Adding, Ranking, add_adapters, ranks_of_rows
 from hex_llm.models.adapters import add_by_all
 from hex_llm.models.linear import Dense, linear
 
 REPEATS, LAYERS, NUM_SLOTS, NUM_RANKS, RUN = 3, 4, 16, 16, 1800
-CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
 class Product(NamedTuple):
@@ -86,26 +85,24 @@ def few_ways(product: Product) -> dict[str, Way]:
         "now": Way(),
         "now concurrent": Way(is_concurrent=True),
         "selected": Way(second=selected),
-        "selected 4 splits": Way(first=fewer, second=selected),
         "spread": Way(second=spread),
-        "spread 4 splits": Way(first=fewer, second=spread),
+        "by row": Way(second=Adding(BY_ROW, 1, 256, 4, 2)),
+        "by row concurrent": Way(second=Adding(BY_ROW, 1, 256, 4, 2), is_concurrent=True),
         "ranks alone: now": Way("ranks"),
         "ranks alone: 4 splits": Way("ranks", fewer),
     }
 
 
 def many_ways(product: Product) -> dict[str, Way]:
-    columns = 64 if product.gated else 128
-    first = Adding("first", 128, columns, 8, 2)
-    return {
-        "now": Way(),
-        "used": Way(second=Adding("used", 128, columns, 8, 2)),
-        "first": Way(second=first),
-        "first 64 rows": Way(second=Adding("first", 64, columns, 4, 2)),
-        "first half the columns": Way(second=first._replace(columns=columns // 2, warps=4)),
-        "ranks alone: now": Way("ranks"),
-        "ranks alone: 64 rows": Way("ranks", Ranking(64, 128, 1, 4, 4)),
-    }
+    tiles = [(64, 64, 4), (64, 128, 4), (128, 64, 8)]
+    tiles += [(32, 64, 4), (32, 128, 4), (32, 128, 8), (16, 256, 4)] if product.gated else [(128, 128, 8)]
+    ways = {"now": Way()}
+    for rows, columns, warps in tiles:
+        how = Adding("used", rows, columns, warps, 2)
+        ways[f"{rows} rows, {columns} columns, {warps} warps"] = Way(second=how)
+    ways["ranks alone: now"] = Way("ranks")
+    ways["ranks alone: 64 rows"] = Way("ranks", Ranking(64, 128, 1, 4, 4))
+    return ways
 
 
 def call(
@@ -183,7 +180,7 @@ def compiled(product: Product, way: Way | None, num: int, rows: int) -> Any:
     """The program, or why there is none."""
     options: dict[str, Any] = (GRAPHS if rows <= FEW_ROWS else NO_GRAPHS) | UNTRIED_PRODUCTS
     if way is not None and way.is_concurrent:
-        options = options | CONCURRENT
+        options = options | BESIDE
     try:
         lowered = jax.jit(partial(calls, product, way, num)).lower(*shapes(product, rows))
         return lowered.compile(compiler_options=options if jax.default_backend() == "gpu" else None)

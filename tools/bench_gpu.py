@@ -125,6 +125,8 @@ def ours(options: argparse.Namespace, folder: Path) -> None:
             write_programs(llm, options.hlo)
     for name in workload_names(options):
         bench(llm, timed, name, WORKLOADS[name].scaled(options.tiny), adapters)
+        if adapters:
+            bench(llm, timed, f"{name} without adapters", WORKLOADS[name].scaled(options.tiny), [])
     print(llm.engine.stepper.runner.temporary_bytes() >> 20, "MiB of temporaries")
 
 

@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's")
+    parser.add_argument("--pages-gib", type=float, help="of memory for pages; else what is left of its share")
     parser.add_argument("--wait", type=Path, help="for this file before anything is measured")
     options = parser.parse_args()
     os.environ.update(SETTINGS)
@@ -80,6 +81,7 @@ def main() -> None:
             max_model_len=flags["max_model_len"],
             max_num_seqs=flags["max_decode_seqs"],
             gpu_memory_utilization=options.memory,
+            kv_cache_memory_bytes=options.pages_gib and int(options.pages_gib * 2**30),
             enable_prefix_caching=False,
             seed=0,
             **lora,

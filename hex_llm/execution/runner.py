@@ -72,6 +72,9 @@ PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
 # kernels. Elsewhere there are none: the more graphs exist, the longer each takes (docs/kernels.md).
 MAX_GRAPH_TOKENS = 512
 GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
+# Kernels of a graph that need nothing of each other run at once: what adapters make of a product's inputs is
+# made beside the product. Without adapters there is nothing to gain.
+BESIDE: dict[str, Any] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 NO_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1_000_000}
 # cuBLAS's own choice of algorithms: as fast as what XLA finds by trying them, and sooner (docs/kernels.md).
 # To try them it would also need room: a GiB for the head of a large vocabulary.
@@ -343,8 +346,9 @@ class Runner(StepRunner):
             return None
         if not isinstance(key, StepShape) or key.num_tokens > MAX_GRAPH_TOKENS:
             return NO_GRAPHS | UNTRIED_PRODUCTS
+        graphs = GRAPHS | BESIDE if key.adapted else GRAPHS
         # One row of floats of 8 bits is worth trying: what cuBLAS chooses itself is slower than 16 bits.
-        return GRAPHS if key.num_tokens == 1 and self._has_float8 else GRAPHS | UNTRIED_PRODUCTS
+        return graphs if key.num_tokens == 1 and self._has_float8 else graphs | UNTRIED_PRODUCTS
 
     def _op_by_op(self, key: Key) -> Program:
         function = self._described(key).function

@@ -1,10 +1,11 @@
 """What adapters add to a product on an NVIDIA GPU: two Pallas-Triton kernels, one for each of their factors.
 
 The first leaves for each row the ranks of its own slot. The second adds to the base's product in place; of
-gates and ups it makes what goes on, so that these are read once, as without adapters. Rows are taken in
-tiles. Of few rows, decodes, each tile asks all slots: what is waited for are reads, and so none depends on
-another. Of many, prompts, whose rows of one adapter follow each other, a tile asks the one or two that its
-rows have. Both are done in two forms (FORMS); docs/kernels.md tells what was measured.
+gates and ups it makes what goes on, so that these are read once, as without adapters. A program has one of
+very few rows, and its slot. Of more rows it has a tile: of decodes each tile asks all slots, for what is
+waited for are reads, and so none depends on another; of prompts, whose rows of one adapter follow each other,
+it asks the one or two that its rows have, and what they add is all that it makes: cuBLAS adds it.
+docs/kernels.md tells what was measured.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.adapters import Fused
 from hex_llm.kernels.experts import Activation
-from hex_llm.kernels.gpu_launch import MIN_DOT, dot, index_grid, launched, next_power, read_tile
+from hex_llm.kernels.gpu_launch import MIN_DOT, both, dot, index_grid, launched, next_power, read_tile
 
 FEW_ROWS = 256  # decodes
 MIN_SPLIT = 512  # the fewest inputs that are worth a program
 SPREAD_DEPTH = 64  # ranks of all slots at a time
+BY_ROW = "by row"
 
 
 class Ranking(NamedTuple):
@@ -42,7 +44,7 @@ class Ranking(NamedTuple):
 class Adding(NamedTuple):
     """How the second product is cut."""
 
-    form: str  # a name in FORMS
+    form: str  # a name in FORMS, or BY_ROW
     rows: int
     columns: int  # of the result, all of one module
     warps: int
@@ -54,9 +56,11 @@ def ranking(num_rows: int) -> Ranking:
 
 
 def adding(num_rows: int, width: int, gated: bool) -> Adding:
+    if num_rows < MIN_DOT:
+        return Adding(BY_ROW, 1, 256, 4, 2)
     if num_rows <= FEW_ROWS:  # so that there is work for all multiprocessors
         return Adding("spread" if gated else "selected", 64, 32 if width <= 8192 else 64, 4, 4)
-    return Adding("first", 64, 64, 4, 2) if gated else Adding("used", 128, 128, 8, 2)
+    return Adding("used", 64, 64 if gated else 128, 4, 2)
 
 
 def add_adapters(
@@ -72,9 +76,10 @@ def add_adapters(
 ) -> Array:
     """See kernels.adapters.AddAdapters. out [T, *outputs], x [T, K], down [slots, modules * ranks, K],
     up [*outputs, slots, ranks]; which [T] counts slots from 1, 0: none."""
-    flat = out.reshape(len(x), -1)
     ranks = ranks_of_rows(x, down, which, first)
-    added = _added(flat, ranks, up, fused, which, activation, second)
+    if activation is None and len(x) > FEW_ROWS:
+        return out + _added(None, ranks, up, fused, which, None, second).reshape(out.shape)
+    added = _added(out.reshape(len(x), -1), ranks, up, fused, which, activation, second)
     return added.reshape(out.shape) if activation is None else added
 
 
@@ -136,7 +141,7 @@ class Cut(NamedTuple):
 
 
 def _added(
-    base: Array,
+    base: Array | None,
     ranks: Array,
     up: Array,
     fused: Fused,
@@ -144,10 +149,11 @@ def _added(
     activation: Activation | None,
     how: Adding | None,
 ) -> Array:
+    """[T, outputs]; without a base what is added to it."""
     *outputs, num_slots, num_ranks = up.shape
     num_rows, width = len(which), math.prod(outputs) // (1 if activation is None else 2)
     how = how or adding(num_rows, width, activation is not None)
-    how = how._replace(rows=_tile_rows(num_rows, how.rows))
+    how = how if how.form == BY_ROW else how._replace(rows=_tile_rows(num_rows, how.rows))
     inner, along = math.prod(outputs[fused.axis + 1 :]), outputs[fused.axis]
     if activation is None and fused.starts:
         how = how._replace(columns=min(how.columns, inner & -inner))
@@ -155,10 +161,12 @@ def _added(
         ranks = _spread(ranks, which, num_slots, num_ranks, up.dtype)
     cut = Cut(how, num_slots, num_ranks, fused, inner, along, activation)
     out = jax.ShapeDtypeStruct((num_rows, width), up.dtype)
-    aliases = {0: 0} if activation is None else {}
+    aliases = {0: 0} if activation is None and base is not None else {}
     grid = (pl.cdiv(num_rows, how.rows), pl.cdiv(width, how.columns))
-    call = launched(partial(_added_kernel, cut=cut), grid, out, how.warps, how.stages, aliases)
-    result: Array = call(base, ranks, up.reshape(-1, num_slots * num_ranks), which)
+    kernel = _row_kernel if how.form == BY_ROW else _tile_kernel
+    call = launched(partial(kernel, cut=cut), grid, out, how.warps, how.stages, aliases)
+    given = (ranks, up.reshape(-1, num_slots * num_ranks), which)
+    result: Array = call(*given) if base is None else call(base, *given)
     return result
 
 
@@ -169,9 +177,33 @@ def _spread(ranks: Array, which: Array, num_slots: int, num_ranks: int, dtype: A
     return jnp.where(is_own[:, None, :, None], own, 0).reshape(1, len(which), -1)
 
 
-def _added_kernel(
+def _row_kernel(
     base_ref: Any, ranks_ref: Any, up_ref: Any, which_ref: Any, out_ref: Any, *, cut: Cut
 ) -> None:
+    row, first, width = pl.program_id(0), pl.program_id(1) * cut.how.columns, out_ref.shape[1]
+    column = first + lax.iota(jnp.int32, cut.how.columns)
+    here = column if width % cut.how.columns == 0 else jnp.minimum(column, width - 1)
+    which = plgpu.load(which_ref.at[row])
+    rank = lax.iota(jnp.int32, next_power(cut.num_ranks))
+    inside = None if len(rank) == cut.num_ranks else rank < cut.num_ranks
+
+    def add(output: Array, module: Any) -> Array:
+        base = plgpu.load(base_ref.at[row, output]).astype(jnp.float32)
+        at = index_grid(row[None], (module * cut.num_ranks + rank)[None, :])
+        ranks = _sum_of_parts(ranks_ref, at, both(None, inside, (1, len(rank)))).astype(up_ref.dtype)
+        up = _of_slot(up_ref, output, jnp.maximum(which - 1, 0), rank, cut)
+        added = jnp.sum(up.astype(jnp.float32) * ranks.astype(jnp.float32), axis=1)
+        return base + jnp.where(which > 0, added, 0)
+
+    if cut.activation is None:
+        out = add(here, _module(cut, first))
+    else:
+        out = cut.activation(add(2 * here, 0)) * add(2 * here + 1, cut.fused.num_modules - 1)
+    plgpu.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=column < width)
+
+
+def _tile_kernel(*refs: Any, cut: Cut) -> None:
+    *base_ref, ranks_ref, up_ref, which_ref, out_ref = refs
     how, (num_rows, width) = cut.how, out_ref.shape
     row = pl.program_id(0) * how.rows + lax.iota(jnp.int32, how.rows)
     source = jnp.minimum(row, num_rows - 1)
@@ -182,7 +214,9 @@ def _added_kernel(
     add = partial(FORMS[how.form], ranks_ref, up_ref, source, which, cut)
 
     def read(output: Array) -> Array:
-        return plgpu.load(base_ref.at[index_grid(source, output[None, :])])
+        if not base_ref:
+            return jnp.zeros((len(source), len(output)), jnp.float32)
+        return plgpu.load(base_ref[0].at[index_grid(source, output[None, :])])
 
     if cut.activation is None:
         out = add(read(here).astype(jnp.float32), here, _module(cut, first))
@@ -197,9 +231,9 @@ def _added_kernel(
 
 def _both(read: Any, first: Array, width: int, how: Adding) -> tuple[Array, Array]:
     """Gates and ups, which lie by turns: one read of all, in the order of memory."""
-    both = 2 * first + lax.iota(jnp.int32, 2 * how.columns)
-    both = both if width % how.columns == 0 else jnp.minimum(both, 2 * width - 1)
-    gate, up = jnp.unstack(read(both).reshape(how.rows, how.columns, 2), axis=2)
+    output = 2 * first + lax.iota(jnp.int32, 2 * how.columns)
+    output = output if width % how.columns == 0 else jnp.minimum(output, 2 * width - 1)
+    gate, up = jnp.unstack(read(output).reshape(how.rows, how.columns, 2), axis=2)
     return gate, up
 
 
@@ -212,13 +246,18 @@ def _module(cut: Cut, column: Array) -> Array:
 # module
 
 
-def _own_ranks(ranks_ref: Any, row: Array, module: Any, which: Array, cut: Cut, dtype: Any) -> Any:
-    """[R, ranks], and which of these there are."""
+def _own_ranks(ranks_ref: Any, row: Array, module: Any, cut: Cut, dtype: Any) -> Any:
+    """[R, ranks], anything in rows without a slot, and which of these there are."""
     rank = lax.iota(jnp.int32, max(next_power(cut.num_ranks), MIN_DOT))
-    has = (which > 0)[:, None] & (rank < cut.num_ranks)[None, :]
+    inside = None if len(rank) == cut.num_ranks else rank < cut.num_ranks
     at = index_grid(row, (module * cut.num_ranks + rank)[None, :])
-    parts = [plgpu.load(ranks_ref.at[(i, *at)], mask=has, other=0) for i in range(len(ranks_ref))]
-    return sum(parts[1:], parts[0]).astype(dtype), rank
+    return _sum_of_parts(ranks_ref, at, both(None, inside, at[0].shape)).astype(dtype), rank
+
+
+def _sum_of_parts(ranks_ref: Any, at: tuple[Array, Array], mask: Array | None) -> Array:
+    other = None if mask is None else 0
+    parts = [plgpu.load(ranks_ref.at[(i, *at)], mask=mask, other=other) for i in range(len(ranks_ref))]
+    return sum(parts[1:], parts[0])
 
 
 def _of_slot(up_ref: Any, output: Array, slot: Any, rank: Array, cut: Cut) -> Array:
@@ -241,7 +280,7 @@ def _selected(
 ) -> Array:
     """All slots, one after another; the rows of others throw away what a product says. So its first factor
     stays where it is."""
-    ranks, rank = _own_ranks(ranks_ref, row, module, which, cut, up_ref.dtype)
+    ranks, rank = _own_ranks(ranks_ref, row, module, cut, up_ref.dtype)
 
     def add(slot: Array, total: Array) -> Array:
         product = dot(ranks, _of_slot(up_ref, output, slot, rank, cut).T)
@@ -253,22 +292,8 @@ def _selected(
 def _used(
     ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
 ) -> Array:
-    """The slots that some row has."""
-    ranks, rank = _own_ranks(ranks_ref, row, module, which, cut, up_ref.dtype)
-
-    def add(slot: Array, total: Array) -> Array:
-        own = jnp.where((which == slot + 1)[:, None], ranks, jnp.zeros_like(ranks))
-        return total + dot(own, _of_slot(up_ref, output, slot, rank, cut).T)
-
-    lowest = jnp.min(jnp.where(which > 0, which, cut.num_slots + 1)) - 1
-    return lax.fori_loop(lowest, jnp.max(which), _where_used(add, which), total)
-
-
-def _first_used(
-    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
-) -> Array:
     """The lowest slot at once, which is that of all rows but for few tiles; then others that some row has."""
-    ranks, rank = _own_ranks(ranks_ref, row, module, which, cut, up_ref.dtype)
+    ranks, rank = _own_ranks(ranks_ref, row, module, cut, up_ref.dtype)
 
     def add(slot: Array, total: Array) -> Array:
         product = dot(ranks, _of_slot(up_ref, output, slot, rank, cut).T)
@@ -297,6 +322,5 @@ def _all_spread(
 FORMS = {
     "selected": _selected,
     "used": _used,
-    "first": _first_used,
     "spread": _all_spread,
 }

@@ -25,18 +25,21 @@ class Case(NamedTuple):
     dtype: Any = jnp.float32
 
 
+DECODES = [0, 2, 1, 3, 0, 2, 2] * 3
 PROMPTS = [2] * 50 + [0] * 30 + [1] * 70 + [3] + [0] * 90 + [3] * 20 + [1]  # more than a few tiles
 CASES = {
-    "decodes": Case([0, 2, 1, 3, 0, 2, 2], (5, 3, 4)),
-    "heads": Case([0, 2, 1, 3, 0, 2, 2], (2, 4, 32), fused=Fused(1, (2, 3))),
+    "decodes": Case(DECODES, (5, 3, 4)),
+    "heads": Case(DECODES, (2, 4, 32), fused=Fused(1, (2, 3))),
+    "heads of few": Case(DECODES[:7], (2, 4, 32), fused=Fused(1, (2, 3))),
     "heads of prompts": Case(PROMPTS, (2, 3, 128), fused=Fused(1, (1, 2))),
     "heads of 80": Case(PROMPTS, (2, 4, 80), fused=Fused(1, (2, 3))),
-    "more slots than are asked at once": Case([0, 7, 20, 1], num_slots=20),
+    "more slots than are asked at once": Case([0, 7, 20, 1] * 4, num_slots=20),
     "one": Case([2], num_ranks=4),
-    "inputs and ranks that fill nothing": Case([1, 0, 3], num_inputs=200, num_ranks=24),
+    "inputs and ranks that fill nothing": Case(DECODES, num_inputs=200, num_ranks=24),
+    "the same of few": Case([1, 0, 3], num_inputs=200, num_ranks=24),
     "prompts": Case(PROMPTS),
-    "nobody has one": Case([0, 0], num_slots=1),
-    "inputs that are shared": Case([1, 2, 0, 3], num_inputs=2048),
+    "nobody has one": Case([0] * 16, num_slots=1),
+    "inputs that are shared": Case(DECODES, num_inputs=2048),
     "a half": Case(PROMPTS, num_inputs=1024, dtype=jnp.bfloat16),
 }
 
@@ -76,17 +79,18 @@ def test_each_row_has_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [Fused(), Fused(1, (1,))])
-@pytest.mark.parametrize("which", [[0, 2, 1], PROMPTS])
+@pytest.mark.parametrize("which", [[0, 2, 1], DECODES, PROMPTS])
 def test_gates(which: list[int], fused: Fused) -> None:
     given = arrays(Case(which, (70, 2), fused=fused))
     got, expected = both_forms(given, jax.nn.silu)
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("which", [[0, 2, 1], DECODES, PROMPTS])
 @pytest.mark.parametrize("activation", [None, jax.nn.silu])
-def test_lowers_for_gpus(activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowers_for_gpus(which: list[int], activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hex_llm.kernels.gpu_launch.interpreted", lambda: False)
-    case = Case(PROMPTS, (64, 2), 1024, 16, 16, Fused(1, (1,)), jnp.bfloat16)
-    *matrices, fused, which = arrays(case)
-    text = lowered_for_gpus(lambda *given: add_adapters(*given, fused, which, activation), *matrices)
+    case = Case(which, (64, 2), 1024, 16, 16, Fused(1, (1,)), jnp.bfloat16)
+    *matrices, fused, slots = arrays(case)
+    text = lowered_for_gpus(lambda *given: add_adapters(*given, fused, slots, activation), *matrices)
     assert text.count("triton") >= 2
