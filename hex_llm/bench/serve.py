@@ -107,6 +107,9 @@ def compare(argv: Sequence[str]) -> None:
             print(
                 f"{name:<32} {a:>12.2f} {b:>12.2f} {ratio:>8.3f}   {lowest:.3f} to {highest:.3f}", flush=True
             )
+        failed = [sum(one[which]["failed"] for one in rounds) for which in (0, 1)]
+        if any(failed):
+            print(f"{'failed requests, all rounds':<32} {failed[0]:>12} {failed[1]:>12}", flush=True)
         ratios = [one._asdict() for one in compared]
         content = {"a": args.a, "b": args.b, "rounds": rounds, "compared": ratios}
         save(content, args, rate, load.model, is_first=i == 0)

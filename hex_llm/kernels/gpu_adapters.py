@@ -265,20 +265,10 @@ def _of_slot(up_ref: Any, output: Array, slot: Any, rank: Array, cut: Cut) -> Ar
     return read_tile(up_ref, (), output, slot * cut.num_ranks + rank, inside)
 
 
-def _where_used(add: Callable[[Array, Array], Array], which: Array) -> Callable[[Array, Array], Array]:
-    """`add`, for slots that some row has."""
-
-    def add_used(slot: Array, total: Array) -> Array:
-        is_used = jnp.sum((which == slot + 1).astype(jnp.int32)) > 0
-        return lax.cond(is_used, lambda total: add(slot, total), lambda total: total, total)
-
-    return add_used
-
-
-def _selected(
-    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
-) -> Array:
-    """All slots, one after another; the rows of others throw away what a product says. So its first factor
+def _adder(
+    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, output: Array, module: Any
+) -> Callable[[Array, Array], Array]:
+    """(slot, total) -> total. The rows of other slots throw away what its product says: so the first factor
     stays where it is."""
     ranks, rank = _own_ranks(ranks_ref, row, module, cut, up_ref.dtype)
 
@@ -286,6 +276,14 @@ def _selected(
         product = dot(ranks, _of_slot(up_ref, output, slot, rank, cut).T)
         return total + jnp.where((which == slot + 1)[:, None], product, 0)
 
+    return add
+
+
+def _selected(
+    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
+) -> Array:
+    """All slots, one after another."""
+    add = _adder(ranks_ref, up_ref, row, which, cut, output, module)
     return lax.fori_loop(0, cut.num_slots, add, total)
 
 
@@ -293,14 +291,14 @@ def _used(
     ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
 ) -> Array:
     """The lowest slot at once, which is that of all rows but for few tiles; then others that some row has."""
-    ranks, rank = _own_ranks(ranks_ref, row, module, cut, up_ref.dtype)
+    add = _adder(ranks_ref, up_ref, row, which, cut, output, module)
 
-    def add(slot: Array, total: Array) -> Array:
-        product = dot(ranks, _of_slot(up_ref, output, slot, rank, cut).T)
-        return total + jnp.where((which == slot + 1)[:, None], product, 0)
+    def add_used(slot: Array, total: Array) -> Array:
+        is_used = jnp.sum((which == slot + 1).astype(jnp.int32)) > 0
+        return lax.cond(is_used, lambda total: add(slot, total), lambda total: total, total)
 
     lowest = jnp.min(jnp.where(which > 0, which, cut.num_slots)) - 1
-    return lax.fori_loop(lowest + 1, jnp.max(which), _where_used(add, which), add(lowest, total))
+    return lax.fori_loop(lowest + 1, jnp.max(which), add_used, add(lowest, total))
 
 
 def _all_spread(

@@ -258,11 +258,15 @@ def test_a_server_without_a_model_or_http(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_requests_that_fail_among_others_are_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(url, "--random-input-len=4000", "--random-range-ratio=0.1") == 0
+    flags = ["--random-input-len=4000", "--random-range-ratio=0.1"]
+    assert bench(url, *flags) == 0
     out, err = capsys.readouterr()
     failed = int(next(line for line in out.splitlines() if line.startswith("Failed requests:")).split()[-1])
     assert 0 < failed < 12
     assert "failed: HTTP 400: " in err
+    assert main(["bench", "compare", url, url, *SMALL, *flags, "--rounds=1"]) == 0
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("failed requests"))
+    assert told.split()[-2:] == [str(failed)] * 2
 
 
 @pytest.mark.parametrize(
