@@ -1,4 +1,4 @@
-"""LangChain, LlamaIndex and LiteLLM against a real HTTP server, in an environment of their own."""
+"""LangChain, LlamaIndex and LiteLLM against a real HTTP server, in environments of their own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from tests.server import frameworks
 from tests.server.fakes import CALLS, Speaker, byte_tokenizer
 from tests.server.live import live
 
-# litellm takes tools only where mcp is, which it does not bring.
-PACKAGES = ["langchain-openai", "llama-index-llms-openai-like", "litellm", "mcp"]
+# Each in an environment of its own: they need other versions of openai's client than each other.
+PACKAGES = {
+    "langchain": ["langchain-openai"],
+    "llama_index": ["llama-index-llms-openai-like"],
+    "litellm": ["litellm", "mcp"],  # it takes tools only where mcp is, which it does not bring
+}
 TEMPLATE = (
     "{% if tools %}<tools>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{# <tool_call> #}"
@@ -38,13 +42,16 @@ class Caller(Speaker):
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """HEX_LLM_FRAMEWORKS names an environment that has them already."""
-    if made := os.environ.get("HEX_LLM_FRAMEWORKS"):
-        return Path(made) / "bin/python"
-    folder = tmp_path_factory.mktemp("frameworks")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=300)
-    subprocess.run([folder / "bin/pip", "install", "--quiet", *PACKAGES], check=True, timeout=1800)
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """HEX_LLM_FRAMEWORKS names a folder that keeps them."""
+    return Path(os.environ.get("HEX_LLM_FRAMEWORKS") or tmp_path_factory.mktemp("frameworks"))
+
+
+def python_with(name: str, environments: Path) -> Path:
+    folder = environments / name
+    if not (folder / "bin/python").exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=300)
+        subprocess.run([folder / "bin/pip", "install", "--quiet", *PACKAGES[name]], check=True, timeout=1800)
     return folder / "bin/python"
 
 
@@ -56,7 +63,8 @@ def address() -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", frameworks.PROGRAMS)
-def test_texts_calls_and_their_results(name: str, python: Path, address: str) -> None:
+def test_texts_calls_and_their_results(name: str, environments: Path, address: str) -> None:
+    python = python_with(name.split()[0], environments)
     command = [python, frameworks.__file__, name, address]
     # LiteLLM would fetch a table of prices.
     env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
