@@ -4,8 +4,8 @@ The first leaves for each row the ranks of its own slot. The second adds to the 
 gates and ups it makes what goes on, so that these are read once, as without adapters. A program has one of
 very few rows, and its slot. Of more rows it has a tile: of decodes each tile asks all slots, for what is
 waited for are reads, and so none depends on another; of prompts, whose rows of one adapter follow each other,
-it asks the one or two that its rows have, and what they add is all that it makes: cuBLAS adds it.
-docs/kernels.md tells what was measured.
+it asks the one or two that its rows have, and makes, but for gates and ups, only what they add, which cuBLAS
+adds. docs/kernels.md tells what was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.adapters import Fused
 from hex_llm.kernels.experts import Activation
-from hex_llm.kernels.gpu_launch import MIN_DOT, both, dot, index_grid, launched, next_power, read_tile
+from hex_llm.kernels.gpu_launch import MIN_DOT, dot, index_grid, launched, next_power, read_tile
 
 FEW_ROWS = 256  # decodes
 MIN_SPLIT = 512  # the fewest inputs that are worth a program
@@ -185,12 +185,10 @@ def _row_kernel(
     here = column if width % cut.how.columns == 0 else jnp.minimum(column, width - 1)
     which = plgpu.load(which_ref.at[row])
     rank = lax.iota(jnp.int32, next_power(cut.num_ranks))
-    inside = None if len(rank) == cut.num_ranks else rank < cut.num_ranks
 
     def add(output: Array, module: Any) -> Array:
         base = plgpu.load(base_ref.at[row, output]).astype(jnp.float32)
-        at = index_grid(row[None], (module * cut.num_ranks + rank)[None, :])
-        ranks = _sum_of_parts(ranks_ref, at, both(None, inside, (1, len(rank)))).astype(up_ref.dtype)
+        ranks = _own_ranks(ranks_ref, row[None], module, rank, cut).astype(up_ref.dtype)
         up = _of_slot(up_ref, output, jnp.maximum(which - 1, 0), rank, cut)
         added = jnp.sum(up.astype(jnp.float32) * ranks.astype(jnp.float32), axis=1)
         return base + jnp.where(which > 0, added, 0)
@@ -246,23 +244,19 @@ def _module(cut: Cut, column: Array) -> Array:
 # module
 
 
-def _own_ranks(ranks_ref: Any, row: Array, module: Any, cut: Cut, dtype: Any) -> Any:
-    """[R, ranks], anything in rows without a slot, and which of these there are."""
-    rank = lax.iota(jnp.int32, max(next_power(cut.num_ranks), MIN_DOT))
-    inside = None if len(rank) == cut.num_ranks else rank < cut.num_ranks
-    at = index_grid(row, (module * cut.num_ranks + rank)[None, :])
-    return _sum_of_parts(ranks_ref, at, both(None, inside, at[0].shape)).astype(dtype), rank
-
-
-def _sum_of_parts(ranks_ref: Any, at: tuple[Array, Array], mask: Array | None) -> Array:
-    other = None if mask is None else 0
-    parts = [plgpu.load(ranks_ref.at[(i, *at)], mask=mask, other=other) for i in range(len(ranks_ref))]
+def _own_ranks(ranks_ref: Any, row: Array, module: Any, rank: Array, cut: Cut) -> Array:
+    """[R, ranks], anything in rows without a slot."""
+    at, inside = module * cut.num_ranks + rank, _inside(rank, cut)
+    parts = [read_tile(ranks_ref, (jnp.int32(i),), row, at, inside) for i in range(len(ranks_ref))]
     return sum(parts[1:], parts[0])
 
 
 def _of_slot(up_ref: Any, output: Array, slot: Any, rank: Array, cut: Cut) -> Array:
-    inside = None if len(rank) == cut.num_ranks else rank < cut.num_ranks
-    return read_tile(up_ref, (), output, slot * cut.num_ranks + rank, inside)
+    return read_tile(up_ref, (), output, slot * cut.num_ranks + rank, _inside(rank, cut))
+
+
+def _inside(rank: Array, cut: Cut) -> Array | None:
+    return None if len(rank) == cut.num_ranks else rank < cut.num_ranks
 
 
 def _adder(
@@ -270,7 +264,8 @@ def _adder(
 ) -> Callable[[Array, Array], Array]:
     """(slot, total) -> total. The rows of other slots throw away what its product says: so the first factor
     stays where it is."""
-    ranks, rank = _own_ranks(ranks_ref, row, module, cut, up_ref.dtype)
+    rank = lax.iota(jnp.int32, max(next_power(cut.num_ranks), MIN_DOT))
+    ranks = _own_ranks(ranks_ref, row, module, rank, cut).astype(up_ref.dtype)
 
     def add(slot: Array, total: Array) -> Array:
         product = dot(ranks, _of_slot(up_ref, output, slot, rank, cut).T)

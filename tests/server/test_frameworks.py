@@ -49,9 +49,11 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python_with(name: str, environments: Path) -> Path:
     folder = environments / name
-    if not (folder / "bin/python").exists():
+    installed = folder / "installed"
+    if not installed.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=300)
         subprocess.run([folder / "bin/pip", "install", "--quiet", *PACKAGES[name]], check=True, timeout=1800)
+        installed.touch()
     return folder / "bin/python"
 
 
