@@ -80,12 +80,10 @@ TINY = {
 
 def few_ways(product: Product) -> dict[str, Way]:
     columns, fewer = 64 if product.gated else 32, Ranking(64, 128, 4, 4, 4)
-    selected, spread = (Adding(form, 64, columns, 4, 4) for form in ("selected", "spread"))
     return {
         "now": Way(),
         "now concurrent": Way(is_concurrent=True),
-        "selected": Way(second=selected),
-        "spread": Way(second=spread),
+        "spread": Way(second=Adding("spread", 64, columns, 4, 4)),
         "by row": Way(second=Adding(BY_ROW, 1, 256, 4, 2)),
         "by row concurrent": Way(second=Adding(BY_ROW, 1, 256, 4, 2), is_concurrent=True),
         "ranks alone: now": Way("ranks"),
@@ -113,7 +111,8 @@ def call(
     others: tuple[Array, ...] = ()
 
     def add(out: Array, adder: Any = add_adapters, **how: Any) -> Array:
-        given = (out, x, layer.down, layer.up, product.fused, which, product.activation)
+        up = jnp.moveaxis(layer.up, 0, -2) if adder is add_by_all else layer.up
+        given = (out, x, layer.down, up, product.fused, which, product.activation)
         added: Array = adder(*given, **how)
         return added
 
@@ -151,7 +150,7 @@ def shapes(product: Product, rows: int) -> tuple[Any, ...]:
     layer = Layer(
         half(*product.outputs, product.inputs),
         half(NUM_SLOTS, ranks, product.inputs),
-        half(*product.outputs, NUM_SLOTS, NUM_RANKS),
+        half(NUM_SLOTS, *product.outputs, NUM_RANKS),
     )
     around = half(rows, width if product.adds_to else 1)
     return half(rows, product.inputs), around, [layer] * LAYERS, jax.ShapeDtypeStruct((rows,), jnp.int32)

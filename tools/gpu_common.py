@@ -185,6 +185,7 @@ WORKLOADS = {
     "c128": Workload(128, 1000, 1000),
     "c256": Workload(256, 1000, 1000),
     "prefill128": Workload(128, 1800, 128),
+    "prompts128": Workload(128, 1800, 1),
     "sampled64": Workload(64, 1000, 200, 1.0),
 }
 FIRST = Workload(8, 100, 16)  # the requests that end a start

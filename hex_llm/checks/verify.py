@@ -137,14 +137,17 @@ def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = Fal
     batch = Batch(positions, rows, kv_slots, table, jnp.zeros((), jnp.int32), chunks)
     weights = runner.weights
     if adapted:
-        weights = adapt(weights, runner.adapters, jnp.ones(num, jnp.int32), runner.context.add_adapters)
+        weights = adapt(weights, runner.adapters, jnp.ones(num, jnp.int32), runner.context.adapter_kernels)
     with jax.default_matmul_precision(runner.precision):
-        states = [decoder.embed(spec, weights, jnp.asarray(prompt_ids))]
-        for layer, w, pages in zip(spec.layers, weights.layers, runner.pages, strict=True):
+        x = decoder.embed(spec, weights, jnp.asarray(prompt_ids))
+        norms = [w.attn_norm for w in weights.layers] + [weights.norm]
+        states, normed = [x], decoder.optional_norm(x, norms[0], spec)
+        for i, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             rope = None if layer.rope is None else rope_table(layer.rope, positions, lengths)
-            x, _ = decoder.block(states[-1], w, spec, layer, rope, pages, batch, *kernels)
+            given = x, normed, w, norms[i + 1], spec, layer, rope, runner.pages[i], batch
+            x, normed, _ = decoder.block(*given, *kernels)
             states.append(x)
-        states[-1] = decoder.rms_norm(states[-1], weights.norm, spec)
+        states[-1] = normed
     return [np.asarray(state, np.float32) for state in states]
 
 

@@ -211,7 +211,8 @@ def build_runner(
     log_quantized(weights, token_bytes(held, choice), dtype)
     adapters = None
     if config.enable_lora:
-        layout = AdapterLayout(held, mesh, dtype, config.max_loras, config.max_lora_rank)
+        first = kernels.adapter_kernels.slots_first
+        layout = AdapterLayout(held, mesh, dtype, config.max_loras, config.max_lora_rank, first)
         with explained(config, "allocating the slots of adapters", "--max_loras, --max_lora_rank"):
             adapters = layout, layout.allocate()
     # What is still on its way holds memory: too little would be left for what is counted now, and the next

@@ -41,13 +41,15 @@ class AdapterLayout:
     dtype: np.dtype[Any]
     num_slots: int
     max_rank: int
+    slots_first: bool = False  # see AdapterKernels
 
     @cached_property
     def matrices(self) -> dict[str, Any]:
         return adaptable(self.spec)
 
     def params(self, num_slots: int) -> dict[str, SlotMatrices]:
-        return {path: slot_params(one, num_slots, self.max_rank) for path, one in self.matrices.items()}
+        ranks, first = self.max_rank, self.slots_first
+        return {path: slot_params(one, num_slots, ranks, first) for path, one in self.matrices.items()}
 
     @property
     def max_bytes(self) -> int:
@@ -96,7 +98,8 @@ class AdapterLayout:
             own = adapter.matrices.get(path)
             if own is None:
                 return SlotMatrices(self._zeros(params.down), self._zeros(params.up), params.fused)
-            down, up = placed(own.down, self._lies(params.down)), placed(own.up, self._lies(params.up))
+            down = placed(own.down, self._lies(params.down))
+            up = placed(own.up.reshape(params.up.shape), self._lies(params.up))
             return SlotMatrices(down, up, params.fused)
 
         return jax.block_until_ready({path: staged(path, one) for path, one in self.params(1).items()})

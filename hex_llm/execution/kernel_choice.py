@@ -30,7 +30,7 @@ from hex_llm.kernels import (
     tpu_experts,
     tpu_quantized,
 )
-from hex_llm.kernels.adapters import AddAdapters
+from hex_llm.kernels.adapters import AdapterKernels
 from hex_llm.kernels.attention import LARGEST, AttentionKernels, Batch, KVPages, Options
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import ExpertKernels
@@ -58,7 +58,7 @@ class Kernels(NamedTuple):
     max_single: int  # a step of so many tokens is as fast if each attends by itself
     lay_out: Callable[[Weights], Weights]  # loaded weights, whose matrices get the form that is multiplied
     can_multiply: Callable[[Form, bool], bool]  # a quantized matrix as it is; True: of routed experts
-    add_adapters: AddAdapters = add_by_all
+    adapter_kernels: AdapterKernels = AdapterKernels(add_by_all)
 
 
 class Devices(NamedTuple):
@@ -96,8 +96,8 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     changes: dict[str, Callable[[Any], Any]] = {"gpu": _for_gpus, "tpu": for_tpus}
     is_part = _is_whole_part if devices.platform == "gpu" else _is_matrix
     lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part), is_part=is_part)
-    add_adapters = _adapters(spec, devices)
-    return Kernels(attention, routed, width, MAX_SINGLE, lay_out, can_multiply, add_adapters)
+    adapters = _adapters(spec, devices)
+    return Kernels(attention, routed, width, MAX_SINGLE, lay_out, can_multiply, adapters)
 
 
 def _whole(head_dim: int) -> int:
@@ -293,10 +293,10 @@ def _experts(spec: ModelSpec, devices: Devices) -> ExpertKernels:
     return ExpertKernels(experts.choose, experts.dense)
 
 
-def _adapters(spec: ModelSpec, devices: Devices) -> AddAdapters:
+def _adapters(spec: ModelSpec, devices: Devices) -> AdapterKernels:
     """The kernel makes of gates and ups what that of experts does. Over several devices it is not split."""
     fits = gpu_experts.can_fuse(spec.activation, devices.dtype) and all(
         heads.dim % MIN_DOT == 0 for heads in spec.all_heads
     )
     is_one_gpu = devices.platform == "gpu" and devices.num == 1
-    return gpu_adapters.add_adapters if is_one_gpu and fits else add_by_all
+    return gpu_adapters.KERNELS if is_one_gpu and fits else AdapterKernels(add_by_all)

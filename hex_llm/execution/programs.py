@@ -22,7 +22,7 @@ from hex_llm.execution.batch import StepShape, batch_of, num_choices, parts_of
 from hex_llm.execution.results import CHOICE_SIZE, first_token_ids, pack_choices, pack_tokens
 from hex_llm.execution.sampling import Chosen, Features, adjusted, choose, logprobs_of, no_logprobs, tokens
 from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_blocks
-from hex_llm.kernels.adapters import AddAdapters
+from hex_llm.kernels.adapters import AdapterKernels
 from hex_llm.kernels.attention import AttentionKernels, KVPages, Options
 from hex_llm.kernels.experts import ExpertKernels, ExpertOptions
 from hex_llm.models import decoder
@@ -123,11 +123,11 @@ class ProgramContext(NamedTuple):
     attention_kernels: AttentionKernels
     expert_kernels: ExpertKernels
     adapters: AdapterLayout | None = None  # None: requests name none
-    add_adapters: AddAdapters = add_by_all
+    adapter_kernels: AdapterKernels = AdapterKernels(add_by_all)
 
     def lm_head(self, weights: Weights, adapters: Slots, which: Any) -> Any:
         """For rows whose adapters are in these slots."""
-        return Adapted(weights.lm_head, adapters[HEAD], which, self.add_adapters)
+        return Adapted(weights.lm_head, adapters[HEAD], which, self.adapter_kernels)
 
 
 class ProgramSpec(NamedTuple):
@@ -196,7 +196,8 @@ def described(
             assert context.adapters is not None
             held = (adapters, context.adapters.described(), _ints())
             lie = jax.tree.map(lambda array: array.sharding, adapters)
-            return ProgramSpec(write_adapter, held, (0,), lie)
+            write_slot = partial(write_adapter, axis=0 if context.adapters.slots_first else -2)
+            return ProgramSpec(write_slot, held, (0,), lie)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -243,7 +244,7 @@ def forward(
     if adapters is not None:
         of_rows = remembered.adapters()
         lm_head = context.lm_head(weights, adapters, of_rows)
-        weights = adapt(weights, adapters, of_rows[batch.rows], context.add_adapters)
+        weights = adapt(weights, adapters, of_rows[batch.rows], context.adapter_kernels)
     x = decoder.embed(spec, weights, remembered.token_at(batch.rows, batch.positions))
     hidden, pages = decoder.forward(
         spec, weights, x, parts.rope_lengths, pages, batch, attention_kernels, expert_kernels
@@ -306,12 +307,12 @@ def write_rows(slots: jax.Array, which: jax.Array, values: jax.Array, *, first_c
     return slots.at[which, first_column : first_column + values.shape[1]].set(values)
 
 
-def write_adapter(adapters: Slots, values: Slots, slot: jax.Array) -> Slots:
-    """`values` are of one slot; `slot` counts from 1."""
+def write_adapter(adapters: Slots, values: Slots, slot: jax.Array, *, axis: int) -> Slots:
+    """`values` are of one slot; `slot` counts from 1. `axis`: of the slots in `up`."""
 
     def write(of_slots: SlotMatrices, of_one: SlotMatrices) -> SlotMatrices:
         update = partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot - 1)
-        down, up = update(of_slots.down, of_one.down, axis=0), update(of_slots.up, of_one.up, axis=-2)
+        down, up = update(of_slots.down, of_one.down, axis=0), update(of_slots.up, of_one.up, axis=axis)
         return SlotMatrices(down, up, of_slots.fused)
 
     return {path: write(of_slots, values[path]) for path, of_slots in adapters.items()}

@@ -130,7 +130,7 @@ class Runner(StepRunner):
             attention_kernels,
             expert_kernels,
             self.adapter_layout,
-            kernels.add_adapters,
+            kernels.adapter_kernels,
         )
         self.compiled: dict[Key, Program] = {}
         # Python's lock lets one at a time do it anyway: so the first are soon compiling.

@@ -16,6 +16,8 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from hex_llm.kernels.adapters import Pending
+
 HIDDEN = -1e30  # a score that is not seen; finite, so that rows without any key yet stay numbers
 NO_PEAK = -1e20  # the maximum of no scores: far below any that is seen, far above HIDDEN
 
@@ -139,6 +141,7 @@ class Projected(NamedTuple):
     table: tuple[Array, Array] | None = None  # cos and sin [T, H / 2]
     eps: float = 0.0
     offset: float = 0.0  # is added to the weights of norms
+    pending: Pending | None = None  # is added to qkv first
 
 
 class PagedAttention(Protocol):

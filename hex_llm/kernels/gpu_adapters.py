@@ -1,11 +1,11 @@
-"""What adapters add to a product on an NVIDIA GPU: two Pallas-Triton kernels, one for each of their factors.
+"""What adapters add to a product on an NVIDIA GPU, by Pallas-Triton kernels, for each of their two factors.
 
 The first leaves for each row the ranks of its own slot. The second adds to the base's product in place; of
-gates and ups it makes what goes on, so that these are read once, as without adapters. A program has one of
-very few rows, and its slot. Of more rows it has a tile: of decodes each tile asks all slots, for what is
-waited for are reads, and so none depends on another; of prompts, whose rows of one adapter follow each other,
-it asks the one or two that its rows have, and makes, but for gates and ups, only what they add, which cuBLAS
-adds. docs/kernels.md tells what was measured.
+gates and ups it makes what goes on, so that these are read once, as without adapters. Of decodes a program
+has a row and asks its slot, usually in the kernel that reads the product next: heads are made in one
+(gpu_heads.py), tokens normed in another. Where outputs are many it has a tile of rows, which asks all slots.
+Of prompts, whose rows of one adapter follow each other, a tile asks the one or two that its rows have, and
+makes, but for gates and ups, only what they add, which cuBLAS adds. docs/kernels.md tells what was measured.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.adapters import Fused
+from hex_llm.kernels.adapters import AdapterKernels, Fused, Norm, Pending
 from hex_llm.kernels.experts import Activation
-from hex_llm.kernels.gpu_launch import MIN_DOT, dot, index_grid, launched, next_power, read_tile
+from hex_llm.kernels.gpu_launch import MIN_DOT, dot, index_grid, launched, next_power, quick, read_tile
 
 FEW_ROWS = 256  # decodes
+MANY_OUTPUTS = 8192  # so many are read once for all rows
 MIN_SPLIT = 512  # the fewest inputs that are worth a program
 SPREAD_DEPTH = 64  # ranks of all slots at a time
 BY_ROW = "by row"
+JOIN_COLUMNS, JOIN_WARPS = 4096, 16  # at a time; of a row
 
 
 class Ranking(NamedTuple):
@@ -55,12 +57,19 @@ def ranking(num_rows: int) -> Ranking:
     return Ranking(64, 128, 8, 4, 4) if num_rows <= FEW_ROWS else Ranking(128, 128, 1, 4, 4)
 
 
-def adding(num_rows: int, width: int, gated: bool) -> Adding:
-    if num_rows < MIN_DOT:
+def ranking_beside(num_rows: int, num_outputs: int) -> Ranking:
+    """While the base's product is made, which leaves a third of the multiprocessors alone. Fewer programs
+    leave it the others, and end with it: its time, too, is that of an input times the inputs."""
+    splits = max(min(8192 // num_outputs, 8), 2)
+    return ranking(num_rows)._replace(splits=splits)
+
+
+def adding(num_rows: int, num_outputs: int, gated: bool) -> Adding:
+    if num_rows < MIN_DOT or (num_rows <= FEW_ROWS and num_outputs <= MANY_OUTPUTS):
         return Adding(BY_ROW, 1, 256, 4, 2)
-    if num_rows <= FEW_ROWS:  # so that there is work for all multiprocessors
-        return Adding("spread" if gated else "selected", 64, 32 if width <= 8192 else 64, 4, 4)
-    return Adding("used", 64, 64 if gated else 128, 4, 2)
+    if num_rows <= FEW_ROWS:
+        return Adding("spread", 64, 64, 4, 4)
+    return Adding("used", 32, 64 if gated else 128, 4, 2)
 
 
 def add_adapters(
@@ -75,12 +84,34 @@ def add_adapters(
     second: Adding | None = None,
 ) -> Array:
     """See kernels.adapters.AddAdapters. out [T, *outputs], x [T, K], down [slots, modules * ranks, K],
-    up [*outputs, slots, ranks]; which [T] counts slots from 1, 0: none."""
+    up [slots, *outputs, ranks]; which [T] counts slots from 1, 0: none."""
     ranks = ranks_of_rows(x, down, which, first)
     if activation is None and len(x) > FEW_ROWS:
         return out + _added(None, ranks, up, fused, which, None, second).reshape(out.shape)
     added = _added(out.reshape(len(x), -1), ranks, up, fused, which, activation, second)
     return added.reshape(out.shape) if activation is None else added
+
+
+def begin_adapters(x: Array, down: Array, up: Array, fused: Fused, which: Array) -> Pending | None:
+    """See kernels.adapters.BeginAdapters."""
+    return Pending(ranks_of_rows(x, down, which), up, fused, which) if len(x) <= FEW_ROWS else None
+
+
+def join_adapters(
+    around: Array, out: Array, x: Array, down: Array, up: Array, which: Array, norm: Norm
+) -> tuple[Array, Array | None]:
+    """See kernels.adapters.JoinAdapters. Of prompts what adapters add comes first: then cuBLAS adds all that
+    to the product."""
+    if len(x) > FEW_ROWS:
+        return _added(around, ranks_of_rows(x, down, which), up, Fused(), which, None, None) + out, None
+    base, ranks = around + out, ranks_of_rows(x, down, which, ranking_beside(len(x), out.shape[1]))
+    kernel = partial(_join_kernel, eps=norm.eps, offset=norm.offset)
+    call = launched(kernel, (len(x),), [base, base], JOIN_WARPS, 1, {0: 0})
+    joined, normed = call(base, ranks, up, which, norm.weight)
+    return joined, normed
+
+
+# ---- the first factor
 
 
 def ranks_of_rows(x: Array, down: Array, which: Array, how: Ranking | None = None) -> Array:
@@ -128,12 +159,13 @@ def _ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, ho
         plgpu.store(out_ref.at[at], total.astype(out_ref.dtype), mask=mask)
 
 
+# ---- the second factor
+
+
 class Cut(NamedTuple):
     """Adding, and of what."""
 
     how: Adding
-    num_slots: int
-    num_ranks: int
     fused: Fused
     num_inner: int  # outputs behind the axis of the modules
     num_along: int  # outputs along it
@@ -150,22 +182,25 @@ def _added(
     how: Adding | None,
 ) -> Array:
     """[T, outputs]; without a base what is added to it."""
-    *outputs, num_slots, num_ranks = up.shape
-    num_rows, width = len(which), math.prod(outputs) // (1 if activation is None else 2)
-    how = how or adding(num_rows, width, activation is not None)
+    num_slots, *outputs, num_ranks = up.shape
+    num_rows, num_outputs = len(which), math.prod(outputs)
+    how = how or adding(num_rows, num_outputs, activation is not None)
     how = how if how.form == BY_ROW else how._replace(rows=_tile_rows(num_rows, how.rows))
     inner, along = math.prod(outputs[fused.axis + 1 :]), outputs[fused.axis]
     if activation is None and fused.starts:
         how = how._replace(columns=min(how.columns, inner & -inner))
     if how.form == "spread":
         ranks = _spread(ranks, which, num_slots, num_ranks, up.dtype)
-    cut = Cut(how, num_slots, num_ranks, fused, inner, along, activation)
-    out = jax.ShapeDtypeStruct((num_rows, width), up.dtype)
+    cut = Cut(how, fused, inner, along, activation)
+    out = jax.ShapeDtypeStruct((num_rows, num_outputs // (1 if activation is None else 2)), up.dtype)
     aliases = {0: 0} if activation is None and base is not None else {}
-    grid = (pl.cdiv(num_rows, how.rows), pl.cdiv(width, how.columns))
-    kernel = _row_kernel if how.form == BY_ROW else _tile_kernel
+    grid = (pl.cdiv(num_rows, how.rows), pl.cdiv(out.shape[1], how.columns))
+    given: tuple[Array, ...] = (ranks, up.reshape(num_slots, -1, num_ranks), which)
+    if how.form == BY_ROW:
+        kernel: Any = _row_kernel
+    else:
+        kernel, given = _tile_kernel, (*given, _shared(which, how.rows))
     call = launched(partial(kernel, cut=cut), grid, out, how.warps, how.stages, aliases)
-    given = (ranks, up.reshape(-1, num_slots * num_ranks), which)
     result: Array = call(*given) if base is None else call(base, *given)
     return result
 
@@ -177,39 +212,100 @@ def _spread(ranks: Array, which: Array, num_slots: int, num_ranks: int, dtype: A
     return jnp.where(is_own[:, None, :, None], own, 0).reshape(1, len(which), -1)
 
 
+def _shared(which: Array, num_rows: int) -> Array:
+    """The slot that all rows of a tile have, counted from 1; 0: there is none."""
+    tiles = jnp.pad(which, (0, -len(which) % num_rows), mode="edge").reshape(-1, num_rows)
+    return jnp.where(jnp.all(tiles == tiles[:, :1], axis=1), tiles[:, 0], 0)
+
+
+def _join_kernel(
+    base_ref: Any,
+    ranks_ref: Any,
+    up_ref: Any,
+    which_ref: Any,
+    weight_ref: Any,
+    out_ref: Any,
+    normed_ref: Any,
+    *,
+    eps: float,
+    offset: float,
+) -> None:
+    """A row, all of which its norm must know."""
+    row, width = pl.program_id(0), out_ref.shape[1]
+    size = min(next_power(width), JOIN_COLUMNS)
+    is_whole = width % size == 0
+    columns = [first + lax.iota(jnp.int32, size) for first in range(0, width, size)]
+    inside = [None if is_whole else column < width for column in columns]
+    # What is not there is read from somewhere else instead, and not stored.
+    source = [column if is_whole else jnp.minimum(column, width - 1) for column in columns]
+    add = row_adder(ranks_ref, up_ref, which_ref, row, jnp.int32(0))
+    base = [plgpu.load(base_ref.at[row, column]).astype(jnp.float32) for column in source]
+    weights = [plgpu.load(weight_ref.at[column]).astype(jnp.float32) for column in source]
+    total = [(x + add(column)).astype(out_ref.dtype) for x, column in zip(base, source, strict=True)]
+    squares = [jnp.square(x.astype(jnp.float32)) for x in total]
+    squares = [x if i is None else jnp.where(i, x, 0) for x, i in zip(squares, inside, strict=True)]
+    factor = lax.rsqrt(sum(map(jnp.sum, squares)) / width + eps)
+    for column, mask, x, weight in zip(columns, inside, total, weights, strict=True):
+        normed = x.astype(jnp.float32) * factor * (weight + offset)
+        plgpu.store(out_ref.at[row, column], x, mask=mask)
+        plgpu.store(normed_ref.at[row, column], normed.astype(normed_ref.dtype), mask=mask)
+
+
 def _row_kernel(
     base_ref: Any, ranks_ref: Any, up_ref: Any, which_ref: Any, out_ref: Any, *, cut: Cut
 ) -> None:
     row, first, width = pl.program_id(0), pl.program_id(1) * cut.how.columns, out_ref.shape[1]
     column = first + lax.iota(jnp.int32, cut.how.columns)
     here = column if width % cut.how.columns == 0 else jnp.minimum(column, width - 1)
-    which = plgpu.load(which_ref.at[row])
-    rank = lax.iota(jnp.int32, next_power(cut.num_ranks))
 
-    def add(output: Array, module: Any) -> Array:
+    def add(output: Array, module: Array) -> Array:
         base = plgpu.load(base_ref.at[row, output]).astype(jnp.float32)
-        ranks = _own_ranks(ranks_ref, row[None], module, rank, cut).astype(up_ref.dtype)
-        up = _of_slot(up_ref, output, jnp.maximum(which - 1, 0), rank, cut)
-        added = jnp.sum(up.astype(jnp.float32) * ranks.astype(jnp.float32), axis=1)
-        return base + jnp.where(which > 0, added, 0)
+        return base + row_adder(ranks_ref, up_ref, which_ref, row, module)(output)
 
     if cut.activation is None:
         out = add(here, _module(cut, first))
     else:
-        out = cut.activation(add(2 * here, 0)) * add(2 * here + 1, cut.fused.num_modules - 1)
+        out = quick(cut.activation)(add(2 * here, jnp.int32(0)))
+        out *= add(2 * here + 1, jnp.int32(cut.fused.num_modules - 1))
     plgpu.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=column < width)
 
 
+def row_adder(
+    ranks_ref: Any, up_ref: Any, which_ref: Any, row: Array, module: Array
+) -> Callable[[Array], Array]:
+    """outputs [*modules, C] of these modules -> float32: what the row's own adapter adds to them. `up_ref`
+    [slots, outputs, ranks]."""
+    num_ranks, which = up_ref.shape[2], plgpu.load(which_ref.at[row])
+    rank = lax.iota(jnp.int32, next_power(num_ranks))
+
+    def read(ref: Any, *index: Array) -> Array:
+        """The last index is where the ranks begin."""
+        shape = (*index[-1].shape, len(rank))
+        *places, start = (jnp.broadcast_to(one[..., None], shape) for one in index)
+        at = jnp.broadcast_to(rank, shape)
+        mask = None if len(rank) == num_ranks else at < num_ranks
+        return plgpu.load(ref.at[(*places, start + at)], mask=mask, other=None if mask is None else 0)
+
+    splits = [read(ranks_ref, jnp.int32(i), row, module * num_ranks) for i in range(len(ranks_ref))]
+    # As tiles have them, in which they are multiplied in the type of the second factor.
+    ranks = sum(splits[1:], splits[0]).astype(up_ref.dtype).astype(jnp.float32)[..., None, :]
+
+    def add(output: Array) -> Array:
+        up = read(up_ref, jnp.maximum(which - 1, 0), output, jnp.zeros_like(output))
+        return jnp.where(which > 0, jnp.sum(up.astype(jnp.float32) * ranks, axis=-1), 0)
+
+    return add
+
+
 def _tile_kernel(*refs: Any, cut: Cut) -> None:
-    *base_ref, ranks_ref, up_ref, which_ref, out_ref = refs
-    how, (num_rows, width) = cut.how, out_ref.shape
-    row = pl.program_id(0) * how.rows + lax.iota(jnp.int32, how.rows)
+    *base_ref, ranks_ref, up_ref, which_ref, shared_ref, out_ref = refs
+    how, (num_rows, width), tile = cut.how, out_ref.shape, pl.program_id(0)
+    row = tile * how.rows + lax.iota(jnp.int32, how.rows)
     source = jnp.minimum(row, num_rows - 1)
     first = pl.program_id(1) * how.columns
     column = first + lax.iota(jnp.int32, how.columns)
     here = column if width % how.columns == 0 else jnp.minimum(column, width - 1)
-    which = plgpu.load(which_ref.at[source])
-    add = partial(FORMS[how.form], ranks_ref, up_ref, source, which, cut)
+    rows = Rows(source, which_ref, shared_ref[tile])
 
     def read(output: Array) -> Array:
         if not base_ref:
@@ -217,12 +313,17 @@ def _tile_kernel(*refs: Any, cut: Cut) -> None:
         return plgpu.load(base_ref[0].at[index_grid(source, output[None, :])])
 
     if cut.activation is None:
-        out = add(read(here).astype(jnp.float32), here, _module(cut, first))
+        parts = [Part(read(here).astype(jnp.float32), here, _module(cut, first))]
     else:
         gate, up = _both(read, first, width, how)
-        gate = add(gate.astype(jnp.float32), 2 * here, 0)
-        up = add(up.astype(jnp.float32), 2 * here + 1, cut.fused.num_modules - 1)
-        out = cut.activation(gate) * up
+        last = cut.fused.num_modules - 1
+        parts = [
+            Part(gate.astype(jnp.float32), 2 * here, 0),
+            Part(up.astype(jnp.float32), 2 * here + 1, last),
+        ]
+    out, *others = FORMS[how.form](ranks_ref, up_ref, rows, parts)
+    if cut.activation is not None:
+        out = quick(cut.activation)(out) * others[0]
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
     plgpu.store(out_ref.at[index_grid(row, column[None, :])], out.astype(out_ref.dtype), mask=mask)
 
@@ -240,80 +341,78 @@ def _module(cut: Cut, column: Array) -> Array:
     return sum(((along >= start).astype(jnp.int32) for start in cut.fused.starts), jnp.zeros_like(along))
 
 
-# ---- forms of the second product: total [R, C], and what the rows' own slots add to these outputs of one
-# module
+# ---- forms of the second product in tiles: the parts' totals, and what the rows' own slots add to them
 
 
-def _own_ranks(ranks_ref: Any, row: Array, module: Any, rank: Array, cut: Cut) -> Array:
-    """[R, ranks], anything in rows without a slot."""
-    at, inside = module * cut.num_ranks + rank, _inside(rank, cut)
-    parts = [read_tile(ranks_ref, (jnp.int32(i),), row, at, inside) for i in range(len(ranks_ref))]
-    return sum(parts[1:], parts[0])
+class Rows(NamedTuple):
+    row: Array  # [R]
+    which_ref: Any
+    shared: Array  # []: see _shared
 
 
-def _of_slot(up_ref: Any, output: Array, slot: Any, rank: Array, cut: Cut) -> Array:
-    return read_tile(up_ref, (), output, slot * cut.num_ranks + rank, _inside(rank, cut))
+class Part(NamedTuple):
+    total: Array  # [R, C]
+    output: Array  # [C], all of one module
+    module: Any
 
 
-def _inside(rank: Array, cut: Cut) -> Array | None:
-    return None if len(rank) == cut.num_ranks else rank < cut.num_ranks
+def _used(ranks_ref: Any, up_ref: Any, rows: Rows, parts: list[Part]) -> list[Array]:
+    """The slot that all rows have, as but for few tiles; or those that some row has."""
+    num_slots, _, num_ranks = up_ref.shape
+    rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
+    inside = None if len(rank) == num_ranks else rank < num_ranks
+
+    def own_ranks(part: Part) -> Array:
+        at = part.module * num_ranks + rank
+        return read_tile(ranks_ref, (jnp.int32(0),), rows.row, at, inside).astype(up_ref.dtype)
+
+    totals, factors = [part.total for part in parts], [own_ranks(part) for part in parts]
+
+    def products(slot: Array) -> list[Array]:
+        ups = [read_tile(up_ref, (slot,), part.output, rank, inside) for part in parts]
+        return [dot(factor, up.T) for factor, up in zip(factors, ups, strict=True)]
+
+    def add_one() -> list[Array]:
+        return [x + y for x, y in zip(totals, products(rows.shared - 1), strict=True)]
+
+    def add_several() -> list[Array]:
+        which = plgpu.load(rows.which_ref.at[rows.row])
+
+        def add(slot: Array, totals: list[Array]) -> list[Array]:
+            is_own = which == slot + 1
+
+            def added() -> list[Array]:
+                # Rows of other slots throw away what its product says: so the first factor stays as it is.
+                kept = [jnp.where(is_own[:, None], product, 0) for product in products(slot)]
+                return [x + y for x, y in zip(totals, kept, strict=True)]
+
+            return lax.cond(jnp.sum(is_own.astype(jnp.int32)) > 0, added, lambda: totals)
+
+        lowest = jnp.min(jnp.where(which > 0, which, num_slots + 1)) - 1
+        return lax.fori_loop(lowest, jnp.max(which), add, totals)
+
+    return lax.cond(rows.shared > 0, add_one, add_several)
 
 
-def _adder(
-    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, output: Array, module: Any
-) -> Callable[[Array, Array], Array]:
-    """(slot, total) -> total. The rows of other slots throw away what its product says: so the first factor
-    stays where it is."""
-    rank = lax.iota(jnp.int32, max(next_power(cut.num_ranks), MIN_DOT))
-    ranks = _own_ranks(ranks_ref, row, module, rank, cut).astype(up_ref.dtype)
-
-    def add(slot: Array, total: Array) -> Array:
-        product = dot(ranks, _of_slot(up_ref, output, slot, rank, cut).T)
-        return total + jnp.where((which == slot + 1)[:, None], product, 0)
-
-    return add
-
-
-def _selected(
-    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
-) -> Array:
-    """All slots, one after another."""
-    add = _adder(ranks_ref, up_ref, row, which, cut, output, module)
-    return lax.fori_loop(0, cut.num_slots, add, total)
-
-
-def _used(
-    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
-) -> Array:
-    """The lowest slot at once, which is that of all rows but for few tiles; then others that some row has."""
-    add = _adder(ranks_ref, up_ref, row, which, cut, output, module)
-
-    def add_used(slot: Array, total: Array) -> Array:
-        is_used = jnp.sum((which == slot + 1).astype(jnp.int32)) > 0
-        return lax.cond(is_used, lambda total: add(slot, total), lambda total: total, total)
-
-    lowest = jnp.min(jnp.where(which > 0, which, cut.num_slots)) - 1
-    return lax.fori_loop(lowest + 1, jnp.max(which), add_used, add(lowest, total))
-
-
-def _all_spread(
-    ranks_ref: Any, up_ref: Any, row: Array, which: Array, cut: Cut, total: Array, output: Array, module: Any
-) -> Array:
+def _all_spread(ranks_ref: Any, up_ref: Any, rows: Rows, parts: list[Part]) -> list[Array]:
     """All slots as one product, of rows that are zeros but for their own."""
-    num = up_ref.shape[1]
+    num_slots, _, num_ranks = up_ref.shape
+    num = num_slots * num_ranks
     depth = min(max(next_power(num), MIN_DOT), SPREAD_DEPTH)
 
-    def add(i: Array, total: Array) -> Array:
+    def add(part: Part, i: Array, total: Array) -> Array:
         place = i * depth + lax.iota(jnp.int32, depth)
         inside = None if num % depth == 0 else place < num
-        ranks = read_tile(ranks_ref, (jnp.int32(0),), row, module * num + place, inside)
-        return total + dot(ranks, read_tile(up_ref, (), output, place, inside).T)
+        ranks = read_tile(ranks_ref, (jnp.int32(0),), rows.row, part.module * num + place, inside)
+        slot, rank = lax.div(place, num_ranks), lax.rem(place, num_ranks)
+        output, rank = index_grid(part.output, rank[None, :])
+        mask = None if inside is None else jnp.broadcast_to(inside[None, :], rank.shape)
+        at = (jnp.broadcast_to(slot[None, :], rank.shape), output, rank)
+        up = plgpu.load(up_ref.at[at], mask=mask, other=None if mask is None else 0)
+        return total + dot(ranks, up.T)
 
-    return lax.fori_loop(0, pl.cdiv(num, depth), add, total)
+    return [lax.fori_loop(0, pl.cdiv(num, depth), partial(add, part), part.total) for part in parts]
 
 
-FORMS = {
-    "selected": _selected,
-    "used": _used,
-    "spread": _all_spread,
-}
+FORMS = {"used": _used, "spread": _all_spread}
+KERNELS = AdapterKernels(add_adapters, begin_adapters, join_adapters, slots_first=True)

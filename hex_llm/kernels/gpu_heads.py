@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.attention import KVPages, Projected, QuantizedPages, quantized
+from hex_llm.kernels.gpu_adapters import row_adder
 from hex_llm.kernels.gpu_launch import index_grid, launched, next_power
 
 Halves = list[Array]  # of heads: the first and the second
@@ -48,10 +49,16 @@ def place_heads(
 
     semaphores = jax.ShapeDtypeStruct((num_rows, num_kv_heads), jnp.int32)
     out = [arrays, semaphores, made(num_heads - 2), made(2 * keep)]
-    given = slots, heads.qkv, heads.norms, heads.table
+    pending: Any = None
+    starts: tuple[int, ...] = ()
+    if heads.pending is not None:
+        ranks, up, (_, starts), which = heads.pending
+        pending = ranks, up.reshape(len(up), -1, up.shape[-1]), which
+    given = slots, heads.qkv, heads.norms, heads.table, pending
     first = len(jax.tree.leaves(given))
     aliases = {first + i: i for i in range(len(arrays))}
     kernel = partial(_heads_kernel, eps=heads.eps, offset=heads.offset, write=write)
+    kernel = partial(kernel, starts=starts)
     call = launched(kernel, (num_rows, num_kv_heads), out, warps=4, stages=1, aliases=aliases)
     (new, *new_scales), new_semaphores, q, kv = call(*given, arrays)
     new = new.reshape(held.shape)
@@ -65,6 +72,7 @@ def _heads_kernel(
     qkv_ref: Any,
     norm_refs: Any,
     table_refs: Any,
+    pending_refs: Any,
     _: Any,
     pages_refs: Any,
     semaphores_ref: Any,
@@ -74,6 +82,7 @@ def _heads_kernel(
     eps: float,
     offset: float,
     write: Callable[..., None],
+    starts: tuple[int, ...],
 ) -> None:
     """What is None is not there."""
     row, kv_head = pl.program_id(0), pl.program_id(1)
@@ -88,6 +97,19 @@ def _heads_kernel(
     # The key lies behind its queries, and is one of them until it is written.
     qk = halves(qkv_ref, (row, kv_head, at[0]), at[1], (head <= group)[:, None] & inside[None, :])
     v = halves(qkv_ref, (row, kv_head, group + 1), column, inside)
+    if pending_refs is not None:
+        ranks_ref, up_ref, which_ref = pending_refs
+
+        def add(parts: Halves, head: Array) -> Halves:
+            """In the type in which a product would have been."""
+            module = sum(((head >= start).astype(jnp.int32) for start in starts), jnp.zeros_like(head))
+            added = row_adder(ranks_ref, up_ref, which_ref, row, module)
+            first = ((kv_head * (group + 2) + head) * (2 * half))[..., None]
+            outputs = [first + jnp.minimum(column, half - 1) + start for start in (0, half)]
+            sums = [x + jnp.where(inside, added(output), 0) for x, output in zip(parts, outputs, strict=True)]
+            return [x.astype(qkv_ref.dtype).astype(jnp.float32) for x in sums]
+
+        qk, v = add(qk, jnp.minimum(head, group)), add(v, jnp.int32(group + 1))
     if norm_refs is not None:
         of_q, of_k = (halves(ref, (), column, inside) for ref in norm_refs)
         weights = [jnp.where((head < group)[:, None], *both) for both in zip(of_q, of_k, strict=True)]

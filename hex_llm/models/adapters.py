@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hex_llm.kernels.adapters import AddAdapters, Fused
+from hex_llm.kernels.adapters import AdapterKernels, Fused, Norm, Pending
 from hex_llm.kernels.experts import Activation
 from hex_llm.models.linear import Dense, linear
 from hex_llm.models.params import FeedForward, Param, Piece, Weights, abstract_weights
@@ -29,7 +29,7 @@ class SlotMatrices:
     """What all slots add to a matrix [*outputs, *inputs]."""
 
     down: Any  # [slots, modules * ranks, *inputs]
-    up: Any  # [*outputs, slots, ranks], those of an output's own module
+    up: Any  # [*outputs, slots, ranks], those of an output's own module; or, for some kernels, slots first
     fused: Fused = field(default=Fused(), metadata={"static": True})
 
 
@@ -45,8 +45,8 @@ def add_by_all(
     which: jax.Array,
     activation: Activation | None = None,
 ) -> jax.Array:
-    """See AddAdapters. Rows ask all slots at once and keep the answer of their own one: others add exact
-    zeros, for everything in a slot is finite."""
+    """See kernels.adapters.AddAdapters. Rows ask all slots at once and keep the answer of their own one:
+    others add exact zeros, for everything in a slot is finite."""
     ranks = Dense(down, num_outputs=2).matmul(x)
     ranks = ranks.reshape(*ranks.shape[:2], fused.num_modules, -1)
 
@@ -74,7 +74,7 @@ class Adapted:
     base: Any
     slots: SlotMatrices
     which: Any  # int32 [T]: each row's slot, counted from 1; 0: it has no adapter
-    add: AddAdapters = field(default=add_by_all, metadata={"static": True})
+    kernels: AdapterKernels = field(default=AdapterKernels(add_by_all), metadata={"static": True})
 
     def matmul(self, x: jax.Array) -> jax.Array:
         return self._added(x)
@@ -83,23 +83,41 @@ class Adapted:
         return self._added(x, activation, bias)
 
     def rows(self, which: jax.Array) -> jax.Array:
-        ranks = _of_own_slot(self.slots.up[which], self.which)
+        up, slots_first = self.slots.up, self.kernels.slots_first
+        ranks = _of_own_slot(up[:, which].swapaxes(0, 1) if slots_first else up[which], self.which)
         down = self.slots.down.reshape(ranks.shape[1], -1)
         return self.base.rows(which) + jnp.dot(ranks, down, preferred_element_type=jnp.float32)
+
+    def begin(self, x: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, Pending | None]:
+        """The product, and what adapters have yet to add to it."""
+        slots, begin = self.slots, self.kernels.begin
+        pending = None if begin is None else begin(x, slots.down, slots.up, slots.fused, self.which)
+        return linear(x, self if pending is None else self.base, bias), pending
+
+    def join(
+        self, around: jax.Array, x: jax.Array, bias: jax.Array | None, norm: Norm
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """`around` and the product; and that normed, if it was made on the way."""
+        if self.kernels.join is None:
+            return around + linear(x, self, bias), None
+        x, slots = x.reshape(len(x), -1), self.slots
+        return self.kernels.join(
+            around, linear(x, self.base, bias), x, slots.down, slots.up, self.which, norm
+        )
 
     def _added(
         self, x: jax.Array, activation: Activation | None = None, bias: jax.Array | None = None
     ) -> jax.Array:
         slots, out = self.slots, linear(x, self.base, bias)
-        return self.add(out, x, slots.down, slots.up, slots.fused, self.which, activation)
+        return self.kernels.add(out, x, slots.down, slots.up, slots.fused, self.which, activation)
 
 
-def adapt(weights: Weights, slots: Slots, which: jax.Array, add: AddAdapters) -> Weights:
+def adapt(weights: Weights, slots: Slots, which: jax.Array, kernels: AdapterKernels) -> Weights:
     """`which` [T]: the slots of a step's tokens."""
 
     def wrap(path: Any, node: Any) -> Any:
         own = slots.get(jax.tree_util.keystr(path))
-        return node if own is None else Adapted(node, own, which, add)
+        return node if own is None else Adapted(node, own, which, kernels)
 
     # An adapter of the head is none of the embedding that it may be tied to.
     separate = replace(weights, head=weights.lm_head)
@@ -132,15 +150,17 @@ def module_names(matrix: Dense) -> list[str]:
     return list(dict.fromkeys(piece.name.removesuffix(".weight") for piece in matrix.array.pieces))
 
 
-def slot_params(matrix: Dense, num_slots: int, max_rank: int) -> SlotMatrices:
+def slot_params(matrix: Dense, num_slots: int, max_rank: int, slots_first: bool) -> SlotMatrices:
     """Of Params, which are divided over devices as the matrix is."""
     param, num, fused = matrix.array, matrix.num_outputs, fused_modules(matrix)
-    ranks = fused.num_modules * max_rank
-    return SlotMatrices(
-        Param((num_slots, ranks, *param.shape[num:]), (None, None, *param.axes[num:]), ()),
-        Param((*param.shape[:num], num_slots, max_rank), (*param.axes[:num], None, None), ()),
-        fused,
+    down = Param(
+        (num_slots, fused.num_modules * max_rank, *param.shape[num:]), (None, None, *param.axes[num:]), ()
     )
+    if slots_first:
+        up = Param((num_slots, *param.shape[:num], max_rank), (None, *param.axes[:num], None), ())
+    else:
+        up = Param((*param.shape[:num], num_slots, max_rank), (*param.axes[:num], None, None), ())
+    return SlotMatrices(down, up, fused)
 
 
 def fused_modules(matrix: Dense) -> Fused:

@@ -7,17 +7,20 @@ An absent weight (None) is an absent operation. Letters of shapes: see kernels/a
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from hex_llm.kernels.adapters import Norm, Pending
 from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages, Options, Projected
 from hex_llm.kernels.experts import Activation, ExpertKernels
+from hex_llm.models.adapters import Adapted
 from hex_llm.models.linear import Matrix, linear
 from hex_llm.models.moe import moe
 from hex_llm.models.params import FeedForward, LayerWeights, Weights
 from hex_llm.models.rope import rope_table, rotate
-from hex_llm.models.spec import Layer, ModelSpec, Rope
+from hex_llm.models.spec import Experts, Layer, ModelSpec, Rope
 
 RopeTable = tuple[jax.Array, jax.Array]
 
@@ -50,13 +53,16 @@ def forward(
     """
     ropes = {layer.rope for layer in spec.layers if layer.rope}
     tables: dict[Rope | None, RopeTable] = {r: rope_table(r, batch.positions, rope_lengths) for r in ropes}
-    new_pages = []
-    for layer, w, layer_pages in zip(spec.layers, weights.layers, pages, strict=True):
-        x, layer_pages = block(
-            x, w, spec, layer, tables.get(layer.rope), layer_pages, batch, attention_kernels, expert_kernels
+    new_pages, kernels = [], (attention_kernels, expert_kernels)
+    norms = [w.attn_norm for w in weights.layers] + [weights.norm]
+    normed = optional_norm(x, norms[0], spec)
+    for i, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+        table = tables.get(layer.rope)
+        x, normed, layer_pages = block(
+            x, normed, w, norms[i + 1], spec, layer, table, pages[i], batch, *kernels
         )
         new_pages.append(layer_pages)
-    return rms_norm(x, weights.norm, spec), new_pages
+    return normed, new_pages
 
 
 def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
@@ -71,7 +77,9 @@ def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnames=("spec", "layer", "attention_kernels", "expert_kernels"))
 def block(
     x: jax.Array,
+    normed: jax.Array,
     w: LayerWeights,
+    next_norm: jax.Array | None,
     spec: ModelSpec,
     layer: Layer,
     table: RopeTable | None,
@@ -79,23 +87,60 @@ def block(
     batch: Batch,
     attention_kernels: AttentionKernels,
     expert_kernels: ExpertKernels,
-) -> tuple[jax.Array, KVPages]:
-    """One decoder layer: tokens [T, D] in; tokens [T, D] and the layer's KV pages out."""
-    qkv = linear(optional_norm(x, w.attn_norm, spec), w.qkv, w.qkv_bias)  # [T, K, G+2, H]
+) -> tuple[jax.Array, jax.Array, KVPages]:
+    """One decoder layer: tokens [T, D] in, and as its norm leaves them; both out for the next, and the
+    layer's KV pages."""
     options = Options(layer.mask, spec.attention_scale, spec.attn_softcap, w.sinks)
     attend, attend_projected = attention_kernels
     if attend_projected and is_plain(layer, w, spec):
         norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-        heads = Projected(qkv, norms, table, spec.norm_eps, spec.norm_offset)
+        qkv, pending = begun(normed, w.qkv, w.qkv_bias)
+        heads = Projected(qkv, norms, table, spec.norm_eps, spec.norm_offset, pending)
         out, pages = attend_projected(heads, pages, batch, options)
     else:
+        qkv = linear(normed, w.qkv, w.qkv_bias)  # [T, K, G+2, H]
         q, k, v = heads_of(qkv, w, spec, layer, table, batch)
         out, pages = attend(q, *contained(k, v), pages, batch, options)
-    h = optional_norm(linear(out, w.out, w.out_bias), w.attn_post_norm, spec)
-    x = x + scaled(h, spec.residual_scale)
-    h = feed_forward(x, w, spec, layer, expert_kernels)
-    x = x + scaled(optional_norm(h, w.ffn_post_norm, spec), spec.residual_scale)
-    return x if w.scale is None else x * w.scale, pages
+    x, normed = joined(x, out, w.out, w.out_bias, Around(w.attn_post_norm, w.ffn_norm), spec)
+    around = Around(w.ffn_post_norm, next_norm, w.scale)
+    if layer.experts is None:
+        hidden = gated(normed, w.ffn, spec)
+        x, normed = joined(x, hidden, w.ffn.down, w.ffn.down_bias, around, spec)
+    else:
+        x, normed = added(x, routed(x, normed, w.ffn, spec, layer.experts, expert_kernels), around, spec)
+    return x, normed, pages
+
+
+class Around(NamedTuple):
+    """What is done to that which is added to the tokens, to them afterwards, and by whom they are read."""
+
+    post_norm: jax.Array | None
+    next_norm: jax.Array | None
+    scale: jax.Array | None = None
+
+
+def added(x: jax.Array, h: jax.Array, around: Around, spec: ModelSpec) -> tuple[jax.Array, jax.Array]:
+    """The tokens with h, and as the next norm leaves them."""
+    x = x + scaled(optional_norm(h, around.post_norm, spec), spec.residual_scale)
+    x = x if around.scale is None else x * around.scale
+    return x, optional_norm(x, around.next_norm, spec)
+
+
+def joined(
+    x: jax.Array, h: jax.Array, weight: Matrix, bias: jax.Array | None, around: Around, spec: ModelSpec
+) -> tuple[jax.Array, jax.Array]:
+    """The same with a product of h. Adapters add to the product on the way to the norm, where nothing lies
+    between."""
+    others = around.post_norm, around.scale, spec.residual_scale
+    if not isinstance(weight, Adapted) or around.next_norm is None or any(one is not None for one in others):
+        return added(x, linear(h, weight, bias), around, spec)
+    x, normed = weight.join(x, h, bias, Norm(around.next_norm, spec.norm_eps, spec.norm_offset))
+    return x, rms_norm(x, around.next_norm, spec) if normed is None else normed
+
+
+def begun(x: jax.Array, weight: Matrix, bias: jax.Array | None) -> tuple[jax.Array, Pending | None]:
+    """A product, and what adapters have yet to add to it."""
+    return weight.begin(x, bias) if isinstance(weight, Adapted) else (linear(x, weight, bias), None)
 
 
 def is_plain(layer: Layer, w: LayerWeights, spec: ModelSpec) -> bool:
@@ -141,24 +186,23 @@ def query_scales(temperature: tuple[float, float, int], positions: jax.Array) ->
     return jnp.log1p(jnp.floor((positions + offset).astype(jnp.float32) / floor)) * scale + 1.0
 
 
-def feed_forward(
-    x: jax.Array, w: LayerWeights, spec: ModelSpec, layer: Layer, expert_kernels: ExpertKernels
+def routed(
+    x: jax.Array, normed: jax.Array, w: FeedForward, spec: ModelSpec, experts: Experts, kernels: ExpertKernels
 ) -> jax.Array:
-    """[T, D], which is normed here: routed experts and their router may have norms of their own."""
-    activation, ffn, normed = ACTIVATIONS[spec.activation], w.ffn, optional_norm(x, w.ffn_norm, spec)
-    if layer.experts is None:
-        return gated_mlp(normed, ffn, activation)
-    routed = normed if ffn.norm is None else rms_norm(x, ffn.norm, spec)
-    seen = routed if ffn.router_norm is None else rms_norm(x, ffn.router_norm, spec)
-    out = moe(routed, seen, ffn, layer.experts, activation, expert_kernels)
-    out = optional_norm(out, ffn.post_norm, spec)
-    if ffn.shared is None:
+    """[T, D], of tokens and as their norm leaves them: experts and their router may have other norms."""
+    given = normed if w.norm is None else rms_norm(x, w.norm, spec)
+    seen = given if w.router_norm is None else rms_norm(x, w.router_norm, spec)
+    out = moe(given, seen, w, experts, ACTIVATIONS[spec.activation], kernels)
+    out = optional_norm(out, w.post_norm, spec)
+    if w.shared is None:
         return out
-    return out + optional_norm(gated_mlp(normed, ffn.shared, activation), ffn.shared.post_norm, spec)
+    shared = linear(gated(normed, w.shared, spec), w.shared.down, w.shared.down_bias)
+    return out + optional_norm(shared, w.shared.post_norm, spec)
 
 
-def gated_mlp(x: jax.Array, w: FeedForward, activation: Activation) -> jax.Array:
-    return linear(w.gate_up.gated(x, activation, w.gate_up_bias), w.down, w.down_bias)
+def gated(normed: jax.Array, w: FeedForward, spec: ModelSpec) -> jax.Array:
+    """[T, D] -> [T, F], which `down` is for."""
+    return w.gate_up.gated(normed, ACTIVATIONS[spec.activation], w.gate_up_bias)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec, fill: float = 1.0) -> jax.Array:

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels.adapters import Fused
-from hex_llm.kernels.gpu_adapters import add_adapters
+from hex_llm.kernels.adapters import Fused, Norm
+from hex_llm.kernels.gpu_adapters import FEW_ROWS, add_adapters, join_adapters
+from hex_llm.kernels.gpu_launch import quick
+from hex_llm.models import decoder
 from hex_llm.models.adapters import add_by_all
 from tests.kernels.lowering import lowered_for_gpus
 
@@ -33,7 +35,8 @@ CASES = {
     "heads of few": Case(DECODES[:7], (2, 4, 32), fused=Fused(1, (2, 3))),
     "heads of prompts": Case(PROMPTS, (2, 3, 128), fused=Fused(1, (1, 2))),
     "heads of 80": Case(PROMPTS, (2, 4, 80), fused=Fused(1, (2, 3))),
-    "more slots than are asked at once": Case([0, 7, 20, 1] * 4, num_slots=20),
+    "more slots than are asked at once": Case([0, 7, 20, 1] * 4, (9000,), 64, num_slots=20),
+    "many outputs": Case(DECODES, (9000,), 64, num_ranks=24),
     "one": Case([2], num_ranks=4),
     "inputs and ranks that fill nothing": Case(DECODES, num_inputs=200, num_ranks=24),
     "the same of few": Case([1, 0, 3], num_inputs=200, num_ranks=24),
@@ -59,12 +62,17 @@ def arrays(case: Case) -> tuple[Any, ...]:
 
 def both_forms(given: tuple[Any, ...], *activation: Any) -> tuple[jax.Array, jax.Array]:
     """The kernel's, and what is expected; compiled together."""
-    *arrays, fused, which = given
+    *arrays, up, fused, which = given
 
-    def run(which: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return tuple(add(*arrays, fused, which, *activation) for add in (add_adapters, add_by_all))  # type: ignore[return-value]
+    def run(which: jax.Array, up: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        got = add_adapters(*arrays, slots_first(up), fused, which, *activation)
+        return got, add_by_all(*arrays, up, fused, which, *activation)
 
-    return jax.jit(run)(which, *arrays)
+    return jax.jit(run)(which, up, *arrays)
+
+
+def slots_first(up: jax.Array) -> jax.Array:
+    return jnp.moveaxis(up, -2, 0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,6 +99,45 @@ def test_gates(which: list[int], fused: Fused) -> None:
 def test_lowers_for_gpus(which: list[int], activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hex_llm.kernels.gpu_launch.interpreted", lambda: False)
     case = Case(which, (64, 2), 1024, 16, 16, Fused(1, (1,)), jnp.bfloat16)
-    *matrices, fused, slots = arrays(case)
+    *matrices, up, fused, slots = arrays(case)
+    matrices.append(slots_first(up))
     text = lowered_for_gpus(lambda *given: add_adapters(*given, fused, slots, activation), *matrices)
     assert text.count("triton") >= 2
+
+
+@pytest.mark.parametrize("which", [[0, 2, 1], DECODES, PROMPTS])
+@pytest.mark.parametrize("width", [96, 1100])
+def test_joined_to_what_goes_around(which: list[int], width: int) -> None:
+    out, x, down, up, fused, slots = arrays(Case(which, (width,)))
+    around, norm = jnp.flip(out), Norm(out[0], 1e-5, 0.5)
+
+    def run(
+        around: jax.Array, out: jax.Array, x: jax.Array, down: jax.Array, up: jax.Array, slots: Any
+    ) -> Any:
+        expected = around + add_by_all(out, x, down, up, fused, slots)
+        normed = decoder.normalize(expected, norm.eps) * (norm.weight + norm.offset)
+        return join_adapters(around, out, x, down, slots_first(up), slots, norm), (expected, normed)
+
+    (got, normed), expected = jax.jit(run)(around, out, x, down, up, slots)
+    np.testing.assert_allclose(got, expected[0], atol=1e-4)
+    assert (normed is None) == (len(which) > FEW_ROWS)
+    if normed is not None:
+        np.testing.assert_allclose(normed, expected[1], atol=1e-4)
+
+
+def test_joining_lowers_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hex_llm.kernels.gpu_launch.interpreted", lambda: False)
+    out, x, down, up, _, slots = arrays(Case(DECODES, (96,), 1024, 16, 16, dtype=jnp.bfloat16))
+    norm = Norm(out[0], 1e-5, 0.0)
+    given = (out, x, down, slots_first(up))
+    text = lowered_for_gpus(lambda out, *given: join_adapters(out, out, *given, slots, norm), *given)
+    assert "triton" in text
+
+
+def test_a_quick_activation_is_the_same() -> None:
+    x = jnp.concatenate([jnp.linspace(-200.0, 200.0, 4001), jnp.array([-jnp.inf, jnp.inf, 0.0])])
+    got, expected = quick(jax.nn.silu)(x), jax.nn.silu(x)
+    finite = jnp.isfinite(expected)
+    np.testing.assert_allclose(got[finite], expected[finite], rtol=1e-5, atol=1e-30)
+    assert got[-2] == jnp.inf
+    assert quick(jax.nn.relu) is jax.nn.relu

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from hex_llm.kernels import gpu_launch, reference
+from hex_llm.kernels.adapters import Fused
 from hex_llm.kernels.attention import KVPages, Projected
+from hex_llm.kernels.gpu_adapters import begin_adapters
 from hex_llm.kernels.gpu_heads import place_heads
 from hex_llm.models import decoder
+from hex_llm.models.adapters import add_by_all
 from hex_llm.models.rope import rotate
 from tests.kernels.lowering import lowered_for_gpus
 from tests.kernels.test_gpu import as_pages
@@ -96,3 +99,30 @@ def test_lowers_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
             SLOTS,
         )
         assert "triton" in text
+
+
+@pytest.mark.parametrize("fused", [Fused(), Fused(1, (3, 4))])
+def test_adapters_add_to_heads(fused: Fused) -> None:
+    heads = heads_of("normed and turned", 3, 80, jnp.float32)
+    pages = jnp.ones((7, BLOCK, KV_HEADS, 2, 80))
+    rng = np.random.default_rng(1)
+    x, down, up = (
+        jnp.asarray(rng.standard_normal(shape, np.float32) / 4)
+        for shape in (
+            (NUM_TOKENS, 64),
+            (3, 6 * fused.num_modules, 64),
+            (KV_HEADS, 5, 80, 3, 6),
+        )
+    )
+    which = jnp.array([2, 0, 1, 3, 2], jnp.int32)
+
+    def both(pages: KVPages, qkv: jax.Array, *given: jax.Array) -> Any:
+        x, down, up = given
+        pending = begin_adapters(x, down, jnp.moveaxis(up, -2, 0), fused, which)
+        added = add_by_all(qkv, *given, fused, which)
+        mine = place_heads(heads._replace(qkv=qkv, pending=pending), pages, SLOTS, keep=True)
+        return mine[:-1], expected(heads._replace(qkv=added), pages)
+
+    got, wanted = jax.jit(both)(pages, heads.qkv, x, down, up)
+    for mine, theirs in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
