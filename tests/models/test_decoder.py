@@ -1,20 +1,26 @@
-"""A block's heads, made by the decoder or by a kernel: the same."""
+"""A block's heads, and what adapters add to it, made by the decoder or by kernels: the same."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.load import init_weights
 from hex_llm.execution.weight_plan import plan_weights
-from hex_llm.kernels import experts, gpu, reference
+from hex_llm.kernels import experts, gpu, gpu_adapters, reference
+from hex_llm.kernels.adapters import AdapterKernels
 from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages, Options, Projected
 from hex_llm.kernels.experts import ExpertKernels
 from hex_llm.models import decoder
+from hex_llm.models.adapters import Slots, adapt, add_by_all
 from hex_llm.models.families import model_spec
-from hex_llm.models.params import abstract_weights
+from hex_llm.models.params import Param, abstract_weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import make_mesh
 from tests.tiny import FAMILIES
@@ -71,3 +77,38 @@ def test_heads_of_a_kernel(name: str) -> None:
     assert num_made
     for mine, theirs in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [NUM_TOKENS, 20])
+@pytest.mark.parametrize("name", ["llama3.1", pytest.param("gemma2-2b", marks=pytest.mark.slow)])
+def test_adapters_by_kernels(name: str, num_tokens: int) -> None:
+    spec, mesh = spec_of(name), make_mesh(1)
+    weights = init_weights(plan_weights(spec), spec, mesh, np.dtype(np.float32), seed=0)
+    rng = np.random.default_rng(0)
+
+    def normal(param: Param) -> jax.Array:
+        return jnp.array(rng.standard_normal(param.shape, np.float32) / 4)
+
+    params = AdapterLayout(spec, mesh, np.dtype(np.float32), 3, 4).params(3)
+    slots: Slots = jax.tree.map(normal, params, is_leaf=lambda node: isinstance(node, Param))
+    firsts = {path: replace(one, up=jnp.moveaxis(one.up, -2, 0)) for path, one in slots.items()}
+    which = jnp.array(rng.integers(0, 4, num_tokens), jnp.int32)
+    positions, rows = jnp.arange(num_tokens, dtype=jnp.int32), jnp.zeros(num_tokens, jnp.int32)
+    table = jnp.array([[1, 2, 3]], jnp.int32)
+    batch = Batch(positions, rows, positions + BLOCK, table, jnp.int32(0), max_chunks=0)
+    token_ids = jnp.array(rng.integers(0, spec.vocab_size, num_tokens), jnp.int32)
+    pages: list[KVPages] = [
+        jnp.zeros((4, BLOCK, one.num_kv, 2, one.dim)) for one in map(spec.heads_of, spec.layers)
+    ]
+    routed = ExpertKernels(experts.choose, experts.dense)
+
+    def run(slots: Slots, kernels: AdapterKernels, attention: AttentionKernels) -> Any:
+        own = adapt(weights, slots, which, kernels)
+        x = decoder.embed(spec, own, token_ids)
+        return decoder.forward(spec, own, x, positions + 1, pages, batch, attention, routed)
+
+    by_all = run(slots, AdapterKernels(add_by_all), AttentionKernels(reference.paged_attention))
+    attention = AttentionKernels(reference.paged_attention, gpu.projected_attention)
+    by_kernels = run(firsts, gpu_adapters.KERNELS, attention)
+    for mine, theirs in zip(*map(jax.tree.leaves, (by_kernels, by_all)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
