@@ -58,8 +58,8 @@ def ranking(num_rows: int) -> Ranking:
 
 
 def ranking_beside(num_rows: int, num_outputs: int) -> Ranking:
-    """While the base's product is made, which leaves a third of the multiprocessors alone. Fewer programs
-    leave it the others, and end with it: its time, too, is that of an input times the inputs."""
+    """Beside a product that leaves a third of the multiprocessors alone: few enough programs to need no
+    others, and enough to end with it. The more outputs, the longer it takes for an input."""
     splits = max(min(8192 // num_outputs, 8), 2)
     return ranking(num_rows)._replace(splits=splits)
 
