@@ -126,7 +126,6 @@ def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = Fal
     from hex_llm.kernels.attention import Batch
     from hex_llm.models import decoder
     from hex_llm.models.adapters import adapt
-    from hex_llm.models.rope import rope_table
 
     spec, num, block_size = runner.spec, len(prompt_ids), runner.config.block_size
     kernels = runner.context.attention_kernels, runner.context.expert_kernels
@@ -140,14 +139,8 @@ def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = Fal
         weights = adapt(weights, runner.adapters, jnp.ones(num, jnp.int32), runner.context.adapter_kernels)
     with jax.default_matmul_precision(runner.precision):
         x = decoder.embed(spec, weights, jnp.asarray(prompt_ids))
-        norms = [w.attn_norm for w in weights.layers] + [weights.norm]
-        states, normed = [x], decoder.optional_norm(x, norms[0], spec)
-        for i, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-            rope = None if layer.rope is None else rope_table(layer.rope, positions, lengths)
-            given = x, normed, w, norms[i + 1], spec, layer, rope, runner.pages[i], batch
-            x, normed, _ = decoder.block(*given, *kernels)
-            states.append(x)
-        states[-1] = normed
+        left = list(decoder.blocks(spec, weights, x, lengths, runner.pages, batch, *kernels))
+        states = [x, *(after for after, _, _ in left[:-1]), left[-1][1]]
     return [np.asarray(state, np.float32) for state in states]
 
 

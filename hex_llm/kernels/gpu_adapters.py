@@ -195,11 +195,11 @@ def _added(
     out = jax.ShapeDtypeStruct((num_rows, num_outputs // (1 if activation is None else 2)), up.dtype)
     aliases = {0: 0} if activation is None and base is not None else {}
     grid = (pl.cdiv(num_rows, how.rows), pl.cdiv(out.shape[1], how.columns))
-    given: tuple[Array, ...] = (ranks, up.reshape(num_slots, -1, num_ranks), which)
-    if how.form == BY_ROW:
-        kernel: Any = _row_kernel
-    else:
-        kernel, given = _tile_kernel, (*given, _shared(which, how.rows))
+    whose: Any = which if how.form == BY_ROW else None  # ranks that are spread say it themselves
+    if how.form == "used":
+        whose = which, _shared(which, how.rows)
+    given = (ranks, up.reshape(num_slots, -1, num_ranks), whose)
+    kernel = _row_kernel if how.form == BY_ROW else _tile_kernel
     call = launched(partial(kernel, cut=cut), grid, out, how.warps, how.stages, aliases)
     result: Array = call(*given) if base is None else call(base, *given)
     return result
@@ -298,14 +298,13 @@ def row_adder(
 
 
 def _tile_kernel(*refs: Any, cut: Cut) -> None:
-    *base_ref, ranks_ref, up_ref, which_ref, shared_ref, out_ref = refs
+    *base_ref, ranks_ref, up_ref, whose_refs, out_ref = refs
     how, (num_rows, width), tile = cut.how, out_ref.shape, pl.program_id(0)
     row = tile * how.rows + lax.iota(jnp.int32, how.rows)
     source = jnp.minimum(row, num_rows - 1)
     first = pl.program_id(1) * how.columns
     column = first + lax.iota(jnp.int32, how.columns)
     here = column if width % how.columns == 0 else jnp.minimum(column, width - 1)
-    rows = Rows(source, which_ref, shared_ref[tile])
 
     def read(output: Array) -> Array:
         if not base_ref:
@@ -321,7 +320,7 @@ def _tile_kernel(*refs: Any, cut: Cut) -> None:
             Part(gate.astype(jnp.float32), 2 * here, 0),
             Part(up.astype(jnp.float32), 2 * here + 1, last),
         ]
-    out, *others = FORMS[how.form](ranks_ref, up_ref, rows, parts)
+    out, *others = FORMS[how.form](ranks_ref, up_ref, source, whose_refs, parts)
     if cut.activation is not None:
         out = quick(cut.activation)(out) * others[0]
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -344,27 +343,22 @@ def _module(cut: Cut, column: Array) -> Array:
 # ---- forms of the second product in tiles: the parts' totals, and what the rows' own slots add to them
 
 
-class Rows(NamedTuple):
-    row: Array  # [R]
-    which_ref: Any
-    shared: Array  # []: see _shared
-
-
 class Part(NamedTuple):
     total: Array  # [R, C]
     output: Array  # [C], all of one module
     module: Any
 
 
-def _used(ranks_ref: Any, up_ref: Any, rows: Rows, parts: list[Part]) -> list[Array]:
+def _used(ranks_ref: Any, up_ref: Any, row: Array, whose_refs: Any, parts: list[Part]) -> list[Array]:
     """The slot that all rows have, as but for few tiles; or those that some row has."""
-    num_slots, _, num_ranks = up_ref.shape
+    (which_ref, shared_ref), (num_slots, _, num_ranks) = whose_refs, up_ref.shape
+    shared = shared_ref[pl.program_id(0)]
     rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
     inside = None if len(rank) == num_ranks else rank < num_ranks
 
     def own_ranks(part: Part) -> Array:
         at = part.module * num_ranks + rank
-        return read_tile(ranks_ref, (jnp.int32(0),), rows.row, at, inside).astype(up_ref.dtype)
+        return read_tile(ranks_ref, (jnp.int32(0),), row, at, inside).astype(up_ref.dtype)
 
     totals, factors = [part.total for part in parts], [own_ranks(part) for part in parts]
 
@@ -373,10 +367,10 @@ def _used(ranks_ref: Any, up_ref: Any, rows: Rows, parts: list[Part]) -> list[Ar
         return [dot(factor, up.T) for factor, up in zip(factors, ups, strict=True)]
 
     def add_one() -> list[Array]:
-        return [x + y for x, y in zip(totals, products(rows.shared - 1), strict=True)]
+        return [x + y for x, y in zip(totals, products(shared - 1), strict=True)]
 
     def add_several() -> list[Array]:
-        which = plgpu.load(rows.which_ref.at[rows.row])
+        which = plgpu.load(which_ref.at[row])
 
         def add(slot: Array, totals: list[Array]) -> list[Array]:
             is_own = which == slot + 1
@@ -391,10 +385,10 @@ def _used(ranks_ref: Any, up_ref: Any, rows: Rows, parts: list[Part]) -> list[Ar
         lowest = jnp.min(jnp.where(which > 0, which, num_slots + 1)) - 1
         return lax.fori_loop(lowest, jnp.max(which), add, totals)
 
-    return lax.cond(rows.shared > 0, add_one, add_several)
+    return lax.cond(shared > 0, add_one, add_several)
 
 
-def _all_spread(ranks_ref: Any, up_ref: Any, rows: Rows, parts: list[Part]) -> list[Array]:
+def _all_spread(ranks_ref: Any, up_ref: Any, row: Array, _: Any, parts: list[Part]) -> list[Array]:
     """All slots as one product, of rows that are zeros but for their own."""
     num_slots, _, num_ranks = up_ref.shape
     num = num_slots * num_ranks
@@ -403,7 +397,7 @@ def _all_spread(ranks_ref: Any, up_ref: Any, rows: Rows, parts: list[Part]) -> l
     def add(part: Part, i: Array, total: Array) -> Array:
         place = i * depth + lax.iota(jnp.int32, depth)
         inside = None if num % depth == 0 else place < num
-        ranks = read_tile(ranks_ref, (jnp.int32(0),), rows.row, part.module * num + place, inside)
+        ranks = read_tile(ranks_ref, (jnp.int32(0),), row, part.module * num + place, inside)
         slot, rank = lax.div(place, num_ranks), lax.rem(place, num_ranks)
         output, rank = index_grid(part.output, rank[None, :])
         mask = None if inside is None else jnp.broadcast_to(inside[None, :], rank.shape)

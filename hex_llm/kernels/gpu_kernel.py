@@ -36,6 +36,7 @@ from hex_llm.kernels.attention import (
     first_key,
 )
 from hex_llm.kernels.gpu_launch import (
+    LOG2_E,
     MIN_DOT,
     both,
     dot,
@@ -46,7 +47,6 @@ from hex_llm.kernels.gpu_launch import (
 )
 
 LAST = 2**31 - 1  # after every position
-LOG2_E = math.log2(math.e)
 
 Parts = tuple[Array, ...]  # of the columns of a head: one, or its halves
 # (scores' running maximum, their weights' running sum, the running sum of weighted values)

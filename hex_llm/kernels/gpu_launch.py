@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.experts import Activation
 
-LOG2_E = 1.4426950408889634
+LOG2_E = math.log2(math.e)
 MIN_DOT = 16  # the least side of a matrix product
 
 

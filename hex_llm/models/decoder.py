@@ -6,6 +6,7 @@ An absent weight (None) is an absent operation. Letters of shapes: see kernels/a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -51,18 +52,32 @@ def forward(
 
     `rope_lengths` [T]: the length that each token's rope frequencies are made for (rope.rope_table).
     """
+    kernels = attention_kernels, expert_kernels
+    *_, (_, normed, _) = states = list(blocks(spec, weights, x, rope_lengths, pages, batch, *kernels))
+    return normed, [layer_pages for _, _, layer_pages in states]
+
+
+def blocks(
+    spec: ModelSpec,
+    weights: Weights,
+    x: jax.Array,
+    rope_lengths: jax.Array,
+    pages: list[KVPages],
+    batch: Batch,
+    attention_kernels: AttentionKernels,
+    expert_kernels: ExpertKernels,
+) -> Iterator[tuple[jax.Array, jax.Array, KVPages]]:
+    """What each `block` leaves, given as `forward` is."""
     ropes = {layer.rope for layer in spec.layers if layer.rope}
     tables: dict[Rope | None, RopeTable] = {r: rope_table(r, batch.positions, rope_lengths) for r in ropes}
-    new_pages, kernels = [], (attention_kernels, expert_kernels)
+    kernels = attention_kernels, expert_kernels
     norms = [w.attn_norm for w in weights.layers] + [weights.norm]
     normed = optional_norm(x, norms[0], spec)
     for i, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         table = tables.get(layer.rope)
-        x, normed, layer_pages = block(
-            x, normed, w, norms[i + 1], spec, layer, table, pages[i], batch, *kernels
-        )
-        new_pages.append(layer_pages)
-    return normed, new_pages
+        state = block(x, normed, w, norms[i + 1], spec, layer, table, pages[i], batch, *kernels)
+        x, normed, _ = state
+        yield state
 
 
 def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.execution.adapters import AdapterLayout
+from hex_llm.execution.adapters import AdapterLayout, HostAdapter
 from hex_llm.execution.load import init_weights
+from hex_llm.execution.programs import write_adapter
 from hex_llm.execution.weight_plan import plan_weights
 from hex_llm.kernels import experts, gpu, gpu_adapters, reference
 from hex_llm.kernels.adapters import AdapterKernels
@@ -112,3 +113,23 @@ def test_adapters_by_kernels(name: str, num_tokens: int) -> None:
     by_kernels = run(firsts, gpu_adapters.KERNELS, attention)
     for mine, theirs in zip(*map(jax.tree.leaves, (by_kernels, by_all)), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_slot_is_written_where_kernels_look_for_it() -> None:
+    spec, mesh, dtype = spec_of("llama3.1"), make_mesh(1), np.dtype(np.float32)
+    rng = np.random.default_rng(0)
+
+    def normal(param: Param) -> np.ndarray[Any, Any]:
+        return rng.standard_normal(param.shape, np.float32)
+
+    last, first = (AdapterLayout(spec, mesh, dtype, 3, 4, slots_first) for slots_first in (False, True))
+    matrices = jax.tree.map(normal, last.params(1), is_leaf=lambda node: isinstance(node, Param))
+    adapter = HostAdapter("digest", matrices)
+    lasts, firsts = (
+        write_adapter(layout.allocate(), layout.stage(adapter), jnp.int32(2), axis=axis)
+        for layout, axis in ((last, -2), (first, 0))
+    )
+    for path, one in lasts.items():
+        np.testing.assert_array_equal(firsts[path].down, one.down)
+        np.testing.assert_array_equal(firsts[path].up, np.moveaxis(one.up, -2, 0))
+        np.testing.assert_array_equal(one.up[..., 1, :], matrices[path].up[..., 0, :])
