@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -56,13 +55,13 @@ from hex_llm.planning.compile import (
     topology_mesh,
     tpu_kernels,
 )
+from tools import tpu_hlo
 from tools.tpu_models import MODELS, Chip, Model
 from tools.tpu_parts import parts
 
 ADAPTERS = (16, 16)  # slots, and ranks of each
+DUMP_BUNDLES = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to"
 LARGE = 1 << 20  # elements of a parameter whose copies matter
-SUMS, MOVES = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all", "collective-permute")
-ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 @dataclass(frozen=True)
@@ -135,53 +134,6 @@ def multiplied(tree: Any) -> int:
     return sum(local_elements(x) for x in jax.tree.leaves(tree) if x.dtype != jnp.float32)
 
 
-class Instruction(NamedTuple):
-    name: str
-    result: str  # its type
-    opcode: str
-
-
-def instructions(hlo: str) -> list[Instruction]:
-    """Anchored to lines: those of a kernel are tens of thousands of letters long."""
-    found = re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(", hlo, re.MULTILINE)
-    return [Instruction(*one) for one in found]
-
-
-def collectives(hlo: str) -> Counter[str]:
-    opcodes = (one.opcode.removesuffix("-start") for one in instructions(hlo))
-    return Counter(opcode for opcode in opcodes if opcode in SUMS + MOVES)
-
-
-def largest_gathered(hlo: str) -> int:
-    """Elements of the largest result of an exchange that is no sum."""
-    moved = [one for one in instructions(hlo) if one.opcode.removesuffix("-start") in MOVES]
-    return max((_elements(dims) for one in moved for _, dims in ARRAY.findall(one.result)), default=0)
-
-
-def materialised(hlo: str, sizes: set[int]) -> Counter[str]:
-    """Instructions of the main computation that write out as many elements as a parameter has: what a
-    compiler adds when it wants it in another layout. Copies into vector memory, S(1), are reads ahead."""
-    found: Counter[str] = Counter()
-    for name, result, opcode in instructions(hlo[hlo.find("\nENTRY ") :]):
-        array = ARRAY.match(result)
-        if opcode not in ("copy", "fusion", "transpose", "reshape") or array is None or "S(1)" in result:
-            continue
-        if _elements(array[2]) in sizes:
-            what = re.sub(r"[.\d]+$", "", name) if opcode == "fusion" else opcode
-            found[f"{what} {array[0]}"] += 1
-    return found
-
-
-def estimated_cycles(hlo: str) -> int:
-    """The compiler's own, of the main computation: of what it has a model for, which is neither copies that
-    run beside the rest nor exchanges nor kernels that were handed to it."""
-    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo[hlo.find("\nENTRY ") :])))
-
-
-def _elements(dims: str) -> int:
-    return math.prod(int(n) for n in dims.split(",") if n)
-
-
 class Row(NamedTuple):
     """A line of the table."""
 
@@ -190,13 +142,13 @@ class Row(NamedTuple):
     weights: float = 0.0  # bytes of a chip, like those that follow
     pages: float = 0.0
     hbm: float = 0.0
-    clock: float = 0.0
     floor_s: float = 0.0
     lowered_s: float = 0.0
     compiled_s: float | None = None
     temporaries: float | None = None
     total: float | None = None
     estimated_s: float | None = None
+    scheduled_s: float | None = None
     exchanges: str = ""
     copies: str = ""
     fault: str = ""  # why the rest is not known
@@ -206,13 +158,15 @@ class Job:
     """One program: traced, lowered and, where there is a compiler, compiled. When it has run, `row` is
     complete or has a fault."""
 
-    def __init__(self, label: str, program: Program, row: Row, layouts: str, dump: Path | None) -> None:
-        self.label, self.program, self.row, self.layouts, self.dump = label, program, row, layouts, dump
+    def __init__(
+        self, label: str, program: Program, row: Row, chip: Chip, options: argparse.Namespace
+    ) -> None:
+        self.label, self.program, self.row, self.chip, self.options = label, program, row, chip, options
 
     def run(self, can_compile: bool) -> None:
         started = time.monotonic()
         try:
-            traced = self.program.traced(self.layouts)
+            traced = self.program.traced(self.options.layouts)
             lowered = traced.lower() if can_compile else traced.lower(lowering_platforms=("tpu",))
             self.row = self.row._replace(lowered_s=time.monotonic() - started)
             if can_compile:
@@ -229,17 +183,17 @@ class Job:
         compiled = lowered.compile()
         self.row = self.row._replace(compiled_s=time.monotonic() - start)
         memory, hlo = compiled.memory_analysis(), compiled.as_text()
-        if self.dump:
-            self.dump.mkdir(parents=True, exist_ok=True)
-            with gzip.open(self.dump / f"{re.sub(r'[^a-z0-9.]+', '-', self.label)}.hlo.gz", "wt") as file:
+        if dump := self.options.dump:
+            dump.mkdir(parents=True, exist_ok=True)
+            with gzip.open(dump / f"{re.sub(r'[^a-z0-9.]+', '-', self.label)}.hlo.gz", "wt") as file:
                 file.write(hlo)
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         layers = self.program.num_layers
         counted = [
             f"{n} {name}" + (f" ({n / layers:.2f} a layer)" if layers else "")
-            for name, n in sorted(collectives(hlo).items())
+            for name, n in sorted(tpu_hlo.collectives(hlo).items())
         ]
-        if gathered := largest_gathered(hlo):
+        if gathered := tpu_hlo.largest_gathered(hlo):
             counted.append(f"largest gathered {gathered} elements")
         parameters = {
             local_elements(x)
@@ -249,11 +203,21 @@ class Job:
         self.row = self.row._replace(
             temporaries=memory.temp_size_in_bytes + results,
             total=memory.argument_size_in_bytes + memory.temp_size_in_bytes + results,
-            estimated_s=estimated_cycles(hlo) / self.row.clock,
+            estimated_s=tpu_hlo.estimated_cycles(hlo) / self.chip.clock,
+            scheduled_s=self._scheduled_s(hlo),
             exchanges=", ".join(counted) or "none",
-            copies=", ".join(f"{n} {what}" for what, n in materialised(hlo, parameters).most_common(4))
+            copies=", ".join(
+                f"{n} {what}" for what, n in tpu_hlo.materialised(hlo, parameters).most_common(4)
+            )
             or "none",
         )
+
+    def _scheduled_s(self, hlo: str) -> float | None:
+        if self.options.bundles is None:
+            return None
+        clock, dumped = self.chip.clock, tpu_hlo.dumped_bundles(self.options.bundles)
+        a_cycle = self.chip.bandwidth / clock, self.chip.flops / clock
+        return tpu_hlo.scheduled_cycles(hlo, dumped, *a_cycle) / clock
 
 
 def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) -> dict[str, float]:
@@ -278,14 +242,16 @@ def floors(spec: ModelSpec, weights: Any, pages: Any, sizes: Sizes, chip: Chip) 
 
 
 HEAD = (
-    "| model | program | weights GB | pages GB | temporaries GB | all / HBM GB | estimated ms | floor ms | "
-    "exchanges | parameters written anew | lowered s | compiled s |\n" + "|---" * 12 + "|"
+    "| model | program | weights GB | pages GB | temporaries GB | all / HBM GB | estimated ms | "
+    "scheduled ms | floor ms | exchanges | parameters written anew | lowered s | compiled s |\n"
+    + "|---" * 13
+    + "|"
 )
 
 
 def line(r: Row) -> str:
     if r.fault:
-        return f"| {r.model} | {r.program} |" + " |" * 6 + f" {one_line(r.fault)} | | | |"
+        return f"| {r.model} | {r.program} |" + " |" * 7 + f" {one_line(r.fault)} | | | |"
 
     def shown(value: float | None, unit: float, digits: int = 2) -> str:
         return "not known" if value is None else f"{value / unit:.{digits}f}"
@@ -298,6 +264,7 @@ def line(r: Row) -> str:
         shown(r.temporaries, 1e9),
         f"{shown(r.total, 1e9)} / {r.hbm / 1e9:.1f}",
         shown(r.estimated_s, 1e-3),
+        shown(r.scheduled_s, 1e-3),
         shown(r.floor_s, 1e-3) if r.floor_s else "",
         r.exchanges,
         r.copies,
@@ -342,10 +309,9 @@ def job_of(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: b
     model = MODELS[name] if name in MODELS else next(iter(MODELS.values()))  # whose slice parts are on
     shape, _, group = kind.partition("@")
     mesh = mesh_of(model, int(group or 0), can_compile)
-    chip = (model.chip.hbm, model.chip.clock)
     if name == "parts":
-        program, row = Program(parts(mesh, model.chip.kind)[kind]), Row(kind, "part", 0.0, 0.0, *chip)
-        return Job(label, program, row, options.layouts, options.dump)
+        program, row = Program(parts(mesh, model.chip.kind)[kind]), Row(kind, "part", hbm=model.chip.hbm)
+        return Job(label, program, row, model.chip, options)
     if model.context is not None:
         sizes = sizes._replace(context=model.context, tokens=sizes.batch * model.context)
     spec = model.spec(sizes.max_len, options.layers)
@@ -356,8 +322,8 @@ def job_of(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: b
     pages = found["decode"].arguments[1]
     floor = floors(spec, weights, pages, sizes, model.chip)[shape]
     shown = f"{name} ×{mesh.size} {model.slice}" + (f", {len(spec.layers)} layers" if options.layers else "")
-    row = Row(shown, kind, local_bytes(weights), local_bytes(pages), *chip, floor)
-    return Job(label, found[shape], row, options.layouts, options.dump)
+    row = Row(shown, kind, local_bytes(weights), local_bytes(pages), model.chip.hbm, floor)
+    return Job(label, found[shape], row, model.chip, options)
 
 
 def run_here(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: bool) -> Row:
@@ -426,7 +392,13 @@ def main() -> int:
     )
     problem = compiler_problem()
     if options.one:
-        options.out.write_text(json.dumps(run_here(options.one, sizes, options, can_compile=not problem)))
+        with tempfile.TemporaryDirectory() as folder:
+            options.bundles = None if problem else Path(folder)
+            os.environ["LIBTPU_INIT_ARGS"] = (
+                f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP_BUNDLES}={folder}"
+            )
+            row = run_here(options.one, sizes, options, can_compile=not problem)
+        options.out.write_text(json.dumps(row))
         return 0
     how = f"jax {jax.__version__}, " + (
         f"lowered for TPUs only, not compiled ({problem})" if problem else "compiled by libtpu"
@@ -435,8 +407,8 @@ def main() -> int:
         f"{how}. Decode of {sizes.batch} sequences of {sizes.context} tokens, prefill of {sizes.prefill} "
         f"tokens, pages for {sizes.tokens} tokens in blocks of {sizes.block_size}, bfloat16, "
         f"layouts of weights: {options.layouts}. Bytes are those of one chip. The estimate is the compiler's "
-        "own and leaves out exchanges, copies that run beside the rest, and attention's kernel; the floor "
-        "has the context's keys and values in it."
+        "own guess, what is scheduled is counted in bundles; neither has exchanges, copies that run beside "
+        "others, and attention's kernel. The floor has the context's keys and values in it."
     )
     print(title, HEAD, sep="\n\n", flush=True)
     run = partial(run_here, sizes=sizes, options=options, can_compile=False)

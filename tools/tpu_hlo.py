@@ -1,0 +1,168 @@
+"""Reads what the TPU compiler made of a program: its instructions, and the bundles they were scheduled into.
+
+The compiler guesses an instruction's cycles before it schedules it, and for what its vector units do it
+guesses many times too many. What it scheduled says more: a bundle is what a core begins in one cycle.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+SUMS, MOVES = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all", "collective-permute")
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \([^\n]*\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
+PRODUCT = re.compile(r" = (\S+) (?:convolution|dot)\(%?([\w.-]+), %?([\w.-]+)\)")
+DUMPED = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
+BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ *(L[HBE]|P[BF]|CT)?: *((?:> ?)*)\{(.*)$")
+LAST_OF_LOOP = re.compile(r"scmp\.\w+\.s32\.totalorder %s\w+, (\d+) /\* loop exit test")
+SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+SIZES |= {"s8": 1, "u8": 1, "f8e4m3fn": 1, "s32": 4, "u32": 4, "f32": 4}
+
+
+class Instruction(NamedTuple):
+    name: str
+    result: str  # its type
+    opcode: str
+    text: str  # all that follows, operands first
+
+    @property
+    def estimate(self) -> int | None:
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.text)
+        return int(found[1]) if found else None
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.-]+)", self.text.partition(")")[0])
+
+
+def instructions(hlo: str) -> list[Instruction]:
+    """Anchored to lines: those of a kernel are tens of thousands of letters long."""
+    found = re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$", hlo, re.MULTILINE)
+    return [Instruction(*one) for one in found]
+
+
+def entry(hlo: str) -> str:
+    return hlo[hlo.find("\nENTRY ") :]
+
+
+def collectives(hlo: str) -> Counter[str]:
+    opcodes = (one.opcode.removesuffix("-start") for one in instructions(hlo))
+    return Counter(opcode for opcode in opcodes if opcode in SUMS + MOVES)
+
+
+def largest_gathered(hlo: str) -> int:
+    """Elements of the largest result of an exchange that is no sum."""
+    moved = [one for one in instructions(hlo) if one.opcode.removesuffix("-start") in MOVES]
+    return max((_elements(dims) for one in moved for _, dims, _ in ARRAY.findall(one.result)), default=0)
+
+
+def materialised(hlo: str, sizes: set[int]) -> Counter[str]:
+    """Instructions of the main computation that write out as many elements as a parameter has: what a
+    compiler adds when it wants it in another layout. Copies into vector memory, S(1), are reads ahead."""
+    found: Counter[str] = Counter()
+    for name, result, opcode, _ in instructions(entry(hlo)):
+        array = ARRAY.match(result)
+        if opcode not in ("copy", "fusion", "transpose", "reshape") or array is None or "S(1)" in result:
+            continue
+        if _elements(array[2]) in sizes:
+            what = re.sub(r"[.\d]+$", "", name) if opcode == "fusion" else opcode
+            found[f"{what} {array[1]}[{array[2]}]"] += 1
+    return found
+
+
+def estimated_cycles(hlo: str) -> int:
+    """The compiler's own, of the main computation: of what it has a model for, which is neither copies that
+    run beside the rest nor exchanges nor kernels that were handed to it."""
+    return sum(one.estimate or 0 for one in instructions(entry(hlo)))
+
+
+def scheduled_cycles(hlo: str, dumped: dict[str, int | None], bandwidth: float, flops: float) -> int:
+    """Of the main computation, by its bundles, but not less than its products take with `flops` operations a
+    cycle, and what it reads and writes beyond vector memory with `bandwidth` bytes a cycle. `dumped`: of
+    instructions that are alike, one has bundles. What has none counts as it is estimated."""
+    main = instructions(entry(hlo))
+    types = {one.name: one.result for one in main}
+    products = _products(hlo)
+
+    def signature(one: Instruction) -> tuple[object, ...]:
+        return one.opcode, one.result, one.estimate, *(types.get(name) for name in one.operands)
+
+    bundles = {signature(one): dumped[one.name] for one in main if one.name in dumped}
+    total = 0.0
+    for one in main:
+        scheduled, estimate = bundles.get(signature(one)), one.estimate
+        if scheduled is None or one.opcode.removesuffix("-start") in SUMS + MOVES:
+            total += estimate or 0
+            continue
+        # Bundles that are jumped over count too, and what changes a part of what it is given does not move
+        # all of it: of both the estimate is the most.
+        most = scheduled if estimate is None else estimate
+        moved = sum(map(_outside, [one.result, *(types.get(name, "") for name in one.operands)]))
+        called = re.search(r"calls=%([\w.-]+)", one.text)
+        multiplied = products.get(called[1], 0.0) if called else 0.0
+        total += max(min(scheduled, most), multiplied / flops, min(moved / bandwidth, most))
+    return round(total)
+
+
+def dumped_bundles(folder: Path) -> dict[str, int | None]:
+    """By instruction; what --xla_jf_dump_to left in a folder."""
+    named = ((DUMPED.fullmatch(file.name), file) for file in folder.iterdir())
+    return {found[1]: executed_bundles(file.read_text()) for found, file in named if found}
+
+
+def executed_bundles(listing: str) -> int | None:
+    """Of a listing whose loops are marked by depth; None if it does not say how often one runs. All of a loop
+    counts in each of its rounds, also what some of them jump over."""
+    loops: list[tuple[int, int, int | None]] = [(0, 0, 1)]  # depth, bundles, rounds
+
+    def leave(depth: int) -> None:
+        while loops[-1][0] > depth:
+            _, inside, rounds = loops.pop()
+            if rounds is None:
+                raise LookupError
+            outer, before, times = loops[-1]
+            loops[-1] = outer, before + inside * rounds, times
+
+    try:
+        for found in filter(None, map(BUNDLE.match, listing.splitlines())):
+            label, marks, text = found.groups()
+            depth = loops[-1][0] if text.startswith("}") else marks.count(">")  # empty ones have no marks
+            leave(depth - 1 if label == "LB" else depth)
+            if label == "LB":
+                loops.append((depth, 0, None))
+            known, count, rounds = loops[-1]
+            last = LAST_OF_LOOP.search(text)
+            loops[-1] = known, count + 1, int(last[1]) if last else rounds
+        leave(0)
+    except LookupError:
+        return None
+    return loops[0][1]
+
+
+def _products(hlo: str) -> dict[str, float]:
+    """Operations of the product in each computation that has one."""
+    found = {}
+    for name, body in COMPUTATION.findall(hlo):
+        if product := PRODUCT.search(body):
+            types = {one.name: one.result for one in instructions(body)}
+            sides = [product[1], *(types.get(operand, "") for operand in product.groups()[1:])]
+            found[name] = 2 * math.sqrt(math.prod(_elements_of(side) for side in sides))
+    return found
+
+
+def _elements_of(type_: str) -> int:
+    return sum(_elements(dims) for _, dims, _ in ARRAY.findall(type_))
+
+
+def _outside(type_: str) -> float:
+    """Bytes that lie in no memory of their own, S(1) and others."""
+    arrays = ARRAY.findall(type_)
+    return sum(SIZES.get(kind, 4) * _elements(dims) for kind, dims, lies in arrays if "S(" not in lies)
+
+
+def _elements(dims: str) -> int:
+    return math.prod(int(n) for n in dims.split(",") if n)
