@@ -82,19 +82,13 @@ def paged_attention(
 
 
 def _mixed(q: Array, pages: Array, batch: Batch, options: Options) -> Array:
-    """q [T, K, G, H] -> [T, K, G, H]. The kernel's runs begin with its first row, so what is not decoded is
-    turned to the front."""
+    """q [T, K, G, H] -> [T, K, G, H]. To move or choose from a whole array of so small heads is expensive:
+    decodes take their places among the first rows, and padding keeps what was in the kernel's memory."""
     num, most = batch.num_decodes, len(batch.tables)
     decoded = _decode(q[:most], pages, batch.positions[:most], batch.tables, num, options)
-    is_decode = jnp.arange(len(q)) < num
-    is_real = ~is_decode & (batch.kv_slots >= pages.shape[1])  # block 0 is nobody's
-    q, positions, rows, real = (jnp.roll(x, -num, axis=0) for x in (q, batch.positions, batch.rows, is_real))
-    runs = prefill_runs(positions, rows, real, batch, options.mask, pages.shape[1])
-    out = jnp.roll(_prefill(q, pages, runs, options), num, axis=0)
-    # The kernel leaves rows that are in no run as they were in its memory.
-    out = jnp.where(is_real[:, None, None, None], out, 0)
-    decoded = jnp.pad(decoded, [(0, len(q) - len(decoded))] + [(0, 0)] * 3)
-    return jnp.where(is_decode[:, None, None, None], decoded, out)
+    out = _prefill(q, pages, prefill_runs(batch, options.mask, pages.shape[1]), options)
+    is_decode = jnp.arange(most)[:, None, None, None] < num
+    return out.at[:most].set(jnp.where(is_decode, decoded, out[:most]))
 
 
 def _write(k: Array, v: Array, pages: Array, slots: Array) -> Any:
@@ -166,28 +160,30 @@ def decode_runs(positions: Array, tables: Array, num: Array, mask: Mask, block_s
     )
 
 
-def prefill_runs(
-    positions: Array, rows: Array, is_real: Array, batch: Batch, mask: Mask, block_size: int
-) -> Runs:
-    """positions [T], rows [T] of the batch: those of a row together and in order, what is not real behind
-    them. A row is a run, or, where it crosses from one attention chunk to the next, several."""
-    num_rows, most, tables = len(positions), batch.max_chunks, batch.tables
-    begins = is_real & (rows != jnp.roll(rows, 1))
+def prefill_runs(batch: Batch, mask: Mask, block_size: int) -> Runs:
+    """A chunk is a run, or, where it crosses from one attention chunk to the next, several. Runs begin with
+    the first row: before them all decodes are one, which sees block 0 and whose outcome nobody wants."""
+    positions, rows, num = batch.positions, batch.rows, batch.num_decodes
+    num_rows, most = len(positions), batch.max_chunks
+    is_chunk = (jnp.arange(num_rows) >= num) & (batch.kv_slots >= block_size)  # block 0 is nobody's
+    begins = is_chunk & (rows != jnp.roll(rows, 1))
     if mask.attention_chunk is not None:
-        begins |= is_real & (positions % mask.attention_chunk == 0)
+        begins |= is_chunk & (positions % mask.attention_chunk == 0)
         most = min(2 * most + num_rows // mask.attention_chunk, num_rows)
     # There is always one, even if all is padding: the kernel reads ahead for it in any case.
     begins = begins.at[0].set(True)
-    num_real = jnp.maximum(is_real.sum(dtype=jnp.int32), 1)
-    starts = jnp.nonzero(begins, size=most, fill_value=num_rows)[0].astype(jnp.int32)
+    num_real = jnp.maximum(num + is_chunk.sum(dtype=jnp.int32), 1)
+    starts = jnp.nonzero(begins, size=most + 1, fill_value=num_rows)[0].astype(jnp.int32)
     ends = jnp.minimum(jnp.append(starts, num_rows), num_real)
     starts, lasts = jnp.minimum(starts, num_rows - 1), jnp.maximum(ends[1:] - 1, 0)
     first = _first_block(positions[starts], mask, block_size)
-    own = tables[rows[starts]]
+    seen = positions[lasts] + 1 - first * block_size
+    tables = _from_block(batch.tables[rows[starts]], first, _width(batch.tables, num_rows, mask, block_size))
+    decodes = starts < num
     return Runs(
         ends,
-        jnp.where(ends[1:] > ends[:-1], positions[lasts] + 1 - first * block_size, 0),
-        _from_block(own, first, _width(tables, num_rows, mask, block_size)),
+        jnp.where(ends[1:] > ends[:-1], jnp.where(decodes, num, seen), 0),
+        jnp.where(decodes[:, None], 0, tables),
         begins.sum(dtype=jnp.int32)[None],
     )
 

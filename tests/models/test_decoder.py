@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from hex_llm.execution.adapters import AdapterLayout, HostAdapter
 from hex_llm.execution.load import init_weights
 from hex_llm.execution.programs import write_adapter
 from hex_llm.execution.weight_plan import plan_weights
-from hex_llm.kernels import experts, gpu, gpu_adapters, reference
+from hex_llm.kernels import experts, gpu, gpu_adapters, reference, tpu_experts
 from hex_llm.kernels.adapters import AdapterKernels
 from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages, Options, Projected
 from hex_llm.kernels.experts import ExpertKernels
@@ -78,6 +79,45 @@ def test_heads_of_a_kernel(name: str) -> None:
     assert num_made
     for mine, theirs in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", pytest.param("gemma2-2b", marks=pytest.mark.slow)])
+def test_padding_that_is_no_number_reaches_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the TPU's attention may leave it, step after step."""
+    monkeypatch.setattr(tpu_experts, "FEW_TOKENS", 0)
+    monkeypatch.setattr(tpu_experts, "gmm", partial(tpu_experts.gmm, interpret=True))
+    spec = spec_of(name)
+    spec = replace(spec, layers=spec.layers[:2])
+    weights = init_weights(plan_weights(spec), spec, make_mesh(1), np.dtype(np.float32), seed=0)
+    padded = NUM_TOKENS + 3
+    heads = map(spec.heads_of, spec.layers)
+    empty: list[KVPages] = [jnp.zeros((4, BLOCK, one.num_kv, 2, one.dim)) for one in heads]
+    inputs = np.random.default_rng(0).standard_normal((2, padded, spec.hidden_size), np.float32)
+
+    @jax.jit
+    def step(x: jax.Array, start: int, pages: list[KVPages], left: float) -> tuple[jax.Array, list[KVPages]]:
+        is_real = jnp.arange(padded) < NUM_TOKENS
+
+        def attend(*arguments: Any) -> tuple[jax.Array, KVPages]:
+            out, pages = reference.paged_attention(*arguments)
+            return jnp.where(is_real[:, None, None, None], out, left), pages
+
+        positions = jnp.where(is_real, start + jnp.arange(padded), 0).astype(jnp.int32)
+        slots, rows = jnp.where(is_real, positions + BLOCK, 0), jnp.zeros(padded, jnp.int32)
+        batch = Batch(positions, rows, slots, jnp.array([[1, 2, 0]], jnp.int32), jnp.int32(0), max_chunks=1)
+        kernels = AttentionKernels(attend), ExpertKernels(experts.choose, tpu_experts.fused_moe)
+        return decoder.forward(spec, weights, x, positions + 1, pages, batch, *kernels)
+
+    def run(left: float) -> list[jax.Array]:
+        pages, found = empty, []
+        for i, x in enumerate(inputs):
+            hidden, pages = step(x, i * NUM_TOKENS, pages, left)
+            assert bool(jnp.isfinite(hidden).all()) == np.isfinite(left)
+            found.append(hidden[:NUM_TOKENS])
+        return found
+
+    for mine, theirs in zip(run(jnp.nan), run(0.0), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("num_tokens", [NUM_TOKENS, 20])
