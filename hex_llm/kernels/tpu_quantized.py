@@ -25,6 +25,8 @@ from hex_llm.kernels.tpu_sinks import LANES
 CHUNK = 128  # inputs that are expanded at a time, where they share a scale
 TABLE_ROWS = 8  # else groups, since tables are read by so many rows, or by one
 MAX_COLUMNS, MAX_ROWS, MIN_ROWS = 512, 256, 16  # of a block
+FEW_ROWS, ROW_MULTIPLE = 128, 32  # with more, sums take longer to scale than weights
+MAX_STEP = 512  # inputs of a product whose sums are scaled
 MATRIX_BYTES, ROWS_BYTES = 8 << 20, 4 << 20  # of the expanded block, and of that of rows, at most
 VECTOR_MEMORY = 64 << 20  # of 128 MiB: these, and what is read ahead
 CENTRE = 8  # of codes of 4 bits, which the chips know with a sign
@@ -113,13 +115,18 @@ def split_of(spec: P, num_output_axes: int) -> P:
 def _multiply(x: Array, codes: Array, scales: Array, offsets: Array | None) -> Array:
     """x [T, K] -> [C, T, N]."""
     (num_rows, num_inputs), (fused, _, num_outputs) = x.shape, codes.shape
-    rows = min(num_rows, MAX_ROWS, _multiple(ROWS_BYTES // (num_inputs * x.dtype.itemsize), MIN_ROWS))
+    group = num_inputs // scales.shape[1]
     most = _multiple(min(MATRIX_BYTES // (num_inputs * x.dtype.itemsize), MAX_COLUMNS), LANES)
     width = next(n for n in range(most, 0, -LANES) if num_outputs % n == 0)
+    if num_rows <= FEW_ROWS and group % CHUNK == 0:
+        padding = -num_rows % (ROW_MULTIPLE if num_rows > MIN_ROWS else MIN_ROWS)
+        padded = jnp.pad(x, ((0, padding), (0, 0)))
+        return _multiply_few(padded, codes, scales, offsets, width)[:, :num_rows]
+    rows = min(num_rows, MAX_ROWS, _multiple(ROWS_BYTES // (num_inputs * x.dtype.itemsize), MIN_ROWS))
     tables = [scales] if offsets is None else [scales, offsets]
     table = pl.BlockSpec((None, scales.shape[1], width), lambda c, i, j: (c, 0, i))
     out: Array = pl.pallas_call(
-        partial(_kernel, group=num_inputs // scales.shape[1]),
+        partial(_kernel, group=group),
         grid=(fused, num_outputs // width, pl.cdiv(num_rows, rows)),
         in_specs=[
             pl.BlockSpec((rows, num_inputs), lambda c, i, j: (j, 0)),
@@ -157,6 +164,53 @@ def _kernel(x: Any, codes: Any, *refs: Any, group: int) -> None:
 
     product = jnp.dot(x[...], matrix[...], preferred_element_type=jnp.float32)
     out[...] = product.astype(out.dtype)
+
+
+def _multiply_few(x: Array, codes: Array, scales: Array, offsets: Array | None, width: int) -> Array:
+    """The same of so few rows that it takes less to scale a group's sums than its weights."""
+    (num_rows, num_inputs), (fused, _, num_outputs) = x.shape, codes.shape
+    num_groups = scales.shape[1]
+    table = pl.BlockSpec((None, num_groups, width), lambda c, i: (c, 0, i))
+    arrays, specs = (
+        [x, codes, scales],
+        [
+            pl.BlockSpec((num_rows, num_inputs), lambda c, i: (0, 0)),
+            pl.BlockSpec((None, num_inputs, width), lambda c, i: (c, 0, i)),
+            table,
+        ],
+    )
+    if offsets is not None:  # each adds the sum of its group's inputs
+        arrays += [offsets, x.astype(jnp.float32).reshape(num_rows, num_groups, -1).sum(axis=-1)]
+        specs += [table, pl.BlockSpec((num_rows, num_groups), lambda c, i: (0, 0))]
+    out: Array = pl.pallas_call(
+        partial(_few_kernel, group=num_inputs // num_groups),
+        grid=(fused, num_outputs // width),
+        in_specs=specs,
+        out_specs=pl.BlockSpec((None, num_rows, width), lambda c, i: (c, 0, i)),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * 2, vmem_limit_bytes=VECTOR_MEMORY
+        ),
+        out_shape=jax.ShapeDtypeStruct((fused, num_rows, num_outputs), x.dtype),
+        name="quantized_product",
+    )(*arrays)
+    return out
+
+
+def _few_kernel(x: Any, codes: Any, scales: Any, *refs: Any, group: int) -> None:
+    *shared, out = refs
+    step = math.gcd(group, MAX_STEP)
+
+    def add(i: Array, total: Array) -> Array:
+        inputs = pl.ds(pl.multiple_of(i * step, step), step)
+        numbers = codes[inputs, :].astype(jnp.float32).astype(x.dtype)  # exact, of 8 bits too
+        sums = jnp.dot(x[:, inputs], numbers, preferred_element_type=jnp.float32)
+        return total + sums * scales[pl.ds(i * step // group, 1), :]
+
+    total = jnp.zeros(out.shape, jnp.float32)
+    if shared:
+        offsets, sums = shared
+        total = jnp.dot(sums[...], offsets[...], precision=lax.Precision.HIGHEST)
+    out[...] = lax.fori_loop(0, len(codes) // step, add, total).astype(out.dtype)
 
 
 def _chunk(group: int) -> int:

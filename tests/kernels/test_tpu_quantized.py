@@ -21,6 +21,7 @@ from hex_llm.models.quantized import Quantized, quantize
 from hex_llm.parallel.shardings import TP, make_mesh
 
 INT4, INT8, FLOAT8 = Rounding(4, 32), Rounding(8, 128), Rounding(8, 0, to_float=True)
+WIDE4 = Rounding(4, 128)
 
 
 def quantized(shape: tuple[int, ...], num_outputs: int, to: Rounding, devices: int, spec: P) -> Quantized:
@@ -40,19 +41,23 @@ def close(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_outputs", "to", "devices", "spec"),
+    ("num_rows", "shape", "num_outputs", "to", "devices", "spec"),
     [
-        pytest.param((2, 3, 128, 256), 3, INT4, 2, P(TP), marks=pytest.mark.slow),
-        ((128, 2, 2, 128), 1, INT8, 2, P(None, TP)),
-        pytest.param((256, 384), 1, FLOAT8, 1, P(), marks=pytest.mark.slow),
-        pytest.param((256, 512), 1, INT4, 2, P(None, TP), marks=pytest.mark.slow),
+        pytest.param(5, (2, 3, 128, 256), 3, INT4, 2, P(TP), marks=pytest.mark.slow),
+        (5, (128, 2, 2, 128), 1, INT8, 2, P(None, TP)),
+        (33, (256, 384), 1, WIDE4, 1, P()),
+        pytest.param(129, (256, 384), 1, WIDE4, 1, P(), marks=pytest.mark.slow),
+        pytest.param(5, (256, 384), 1, FLOAT8, 1, P(), marks=pytest.mark.slow),
+        pytest.param(129, (256, 384), 1, FLOAT8, 1, P(), marks=pytest.mark.slow),
+        pytest.param(5, (256, 1024), 1, Rounding(8, 1024), 1, P(), marks=pytest.mark.slow),
+        pytest.param(5, (256, 512), 1, INT4, 2, P(None, TP), marks=pytest.mark.slow),
     ],
 )
-def test_products(shape: Any, num_outputs: int, to: Rounding, devices: int, spec: P) -> None:
+def test_products(num_rows: int, shape: Any, num_outputs: int, to: Rounding, devices: int, spec: P) -> None:
     part = quantized(shape, num_outputs, to, devices, spec)
     held = for_tpus(part)
     assert isinstance(held, QuantizedColumns)
-    x = rows(5, int(np.prod(shape[num_outputs:])))
+    x = rows(num_rows, int(np.prod(shape[num_outputs:])))
     with pltpu.force_tpu_interpret_mode():
         out = jax.jit(lambda held, x: held.matmul(x))(held, x)
     close(out, part.matmul(x))
