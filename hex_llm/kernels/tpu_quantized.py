@@ -171,14 +171,12 @@ def _multiply_few(x: Array, codes: Array, scales: Array, offsets: Array | None, 
     (num_rows, num_inputs), (fused, _, num_outputs) = x.shape, codes.shape
     num_groups = scales.shape[1]
     table = pl.BlockSpec((None, num_groups, width), lambda c, i: (c, 0, i))
-    arrays, specs = (
-        [x, codes, scales],
-        [
-            pl.BlockSpec((num_rows, num_inputs), lambda c, i: (0, 0)),
-            pl.BlockSpec((None, num_inputs, width), lambda c, i: (c, 0, i)),
-            table,
-        ],
-    )
+    arrays = [x, codes, scales]
+    specs = [
+        pl.BlockSpec((num_rows, num_inputs), lambda c, i: (0, 0)),
+        pl.BlockSpec((None, num_inputs, width), lambda c, i: (c, 0, i)),
+        table,
+    ]
     if offsets is not None:  # each adds the sum of its group's inputs
         arrays += [offsets, x.astype(jnp.float32).reshape(num_rows, num_groups, -1).sum(axis=-1)]
         specs += [table, pl.BlockSpec((num_rows, num_groups), lambda c, i: (0, 0))]
