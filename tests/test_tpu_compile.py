@@ -46,7 +46,7 @@ DIVIDED = ("llama-3.1-8b-disagg", "llama-3.1-70b-awq-disagg")
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEWER + DIVIDED)) for name in MODELS]
 )
 def test_a_layer_of_every_model_lowers_with_the_kernel(name: str) -> None:
-    options = Namespace(layers=1, layouts="default", dump=None)
+    options = tpu_compile.arguments(["--layers=1"])
     sizes = Sizes(batch=8, context=64, prefill=64, tokens=4096, block_size=32, max_len=4096)
     row = tpu_compile.run_here(f"{name}/decode", sizes, options, can_compile=False)
     assert not row.fault
@@ -69,14 +69,14 @@ def test_programs_of_groups() -> None:
     }
     assert set(tpu_compile.labels(options)) == expected
     assert tpu_compile.mesh_of(MODELS[f"{name}-disagg"], group=3).size == 2
-    options = Namespace(layers=1, layouts="default", dump=None)
+    options = tpu_compile.arguments(["--layers=1"])
     row = tpu_compile.run_here(f"{name}-disagg/put@3", SMALL, options, can_compile=False)
     assert (row.fault, row.program) == ("", "put@3")
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b"])
 def test_a_step_with_adapters_lowers(name: str) -> None:
-    options = Namespace(layers=1, layouts="default", dump=None)
+    options = tpu_compile.arguments(["--layers=1"])
     sizes = Sizes(batch=8, context=64, prefill=64, tokens=4096, block_size=32, max_len=4096)
     row = tpu_compile.run_here(f"{name}/adapted", sizes, options, can_compile=False)
     assert not row.fault
@@ -107,7 +107,7 @@ def test_what_adapters_exchange() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "llama-4-scout"])
 def test_experts_of_many_tokens_lower_with_their_kernel(name: str) -> None:
-    options = Namespace(layers=1, layouts="default", dump=None)
+    options = tpu_compile.arguments(["--layers=1"])
     sizes = Sizes(batch=8, context=64, prefill=512, tokens=4096, block_size=32, max_len=4096)
     row = tpu_compile.run_here(f"{name}/prefill", sizes, options, can_compile=False)
     assert not row.fault

@@ -39,7 +39,7 @@ from hex_llm.execution import programs
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import StepShape
 from hex_llm.execution.programs import ProgramSpec
-from hex_llm.execution.weight_plan import plan_weights
+from hex_llm.execution.weight_plan import FORMS, plan_weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import abstract_mesh, group_meshes
 from hex_llm.planning.compile import (
@@ -56,11 +56,12 @@ from hex_llm.planning.compile import (
     tpu_kernels,
 )
 from tools import tpu_hlo
-from tools.tpu_models import MODELS, Chip, Model
+from tools.tpu_models import AWQ, MODELS, Chip, Model
 from tools.tpu_parts import parts
 
 ADAPTERS = (16, 16)  # slots, and ranks of each
 DUMP_BUNDLES = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to"
+QUANTIZED = {"awq": AWQ, "int8": FORMS["int8"]}
 LARGE = 1 << 20  # elements of a parameter whose copies matter
 
 
@@ -316,12 +317,14 @@ def job_of(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: b
         sizes = sizes._replace(context=model.context, tokens=sizes.batch * model.context)
     spec = model.spec(sizes.max_len, options.layers)
     keeps = tpu_kernels(spec, mesh.size, sizes).can_multiply
-    planned = plan_weights(spec, None, mesh.size, keeps, model.rounded_to).weights
+    rounded_to = QUANTIZED[options.quantized] if options.quantized else model.rounded_to
+    planned = plan_weights(spec, None, mesh.size, keeps, rounded_to).weights
     weights = described_weights(planned, mesh, model.chip.kind)
     found = described(context_of(spec, mesh, model.chip.kind, sizes), weights, sizes)
     pages = found["decode"].arguments[1]
     floor = floors(spec, weights, pages, sizes, model.chip)[shape]
-    shown = f"{name} ×{mesh.size} {model.slice}" + (f", {len(spec.layers)} layers" if options.layers else "")
+    shown = f"{name} ×{mesh.size} {model.slice}" + (f", {options.quantized}" if options.quantized else "")
+    shown += f", {len(spec.layers)} layers" if options.layers else ""
     row = Row(shown, kind, local_bytes(weights), local_bytes(pages), model.chip.hbm, floor)
     return Job(label, found[shape], row, model.chip, options)
 
@@ -377,6 +380,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--max-len", type=int, default=8192)
     parser.add_argument("--layouts", choices=("default", "auto"), default="default", help="of weights")
+    parser.add_argument("--quantized", choices=QUANTIZED, help="as if checkpoints were")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="compilers at a time")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds for one program")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
