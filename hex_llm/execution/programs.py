@@ -145,8 +145,8 @@ def described(
     """Weights, pages, slots and adapters need not exist: their shapes and where they lie are enough."""
     spec, mesh, layout = context.spec, context.mesh, context.layout
     whole = NamedSharding(mesh, P())
-    logits_lie = NamedSharding(mesh, P(None, TP) if spec.vocab_size % mesh.size == 0 else P())
-
+    num_shards = mesh.size if spec.vocab_size % mesh.size == 0 else 1
+    logits_lie = NamedSharding(mesh, P(None, TP) if num_shards == mesh.size else P())
     pages_lie = [NamedSharding(mesh, PAGES)] * len(pages)
     rows = _ints(3, context.max_choices)
 
@@ -171,7 +171,7 @@ def described(
             last = partial(row_logits, num_rows=num_rows, spec=spec)
             return ProgramSpec(last, (lm_head(num_rows), hidden(context.max_choices)), (), logits_lie)
         case Choose(num_rows, variant):
-            chosen = partial(choose_tokens, layout=layout, variant=variant)
+            chosen = partial(choose_tokens, layout=layout, variant=variant, num_shards=num_shards)
             return ProgramSpec(chosen, (slots, logits(num_rows), rows), (0,), (whole, whole))
         case Adjust(num_rows):
             adjust = partial(adjusted_logits, layout=layout)
@@ -266,16 +266,22 @@ def row_logits(lm_head: Matrix, last: jax.Array, *, num_rows: int, spec: ModelSp
 
 
 def choose_tokens(
-    slots: jax.Array, logits: jax.Array, rows: jax.Array, *, layout: SlotLayout, variant: Features | None
+    slots: jax.Array,
+    logits: jax.Array,
+    rows: jax.Array,
+    *,
+    layout: SlotLayout,
+    variant: Features | None,
+    num_shards: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Packed choices (results.py), and the slots with the chosen tokens appended."""
+    """Packed choices (results.py), and the slots with the chosen tokens appended. num_shards: of logits."""
     own, chosen_slots, num_tokens = rows[:, : len(logits)]
     remembered = SlotRows(layout, slots, own)
     sampling = remembered.sampling(num_tokens)
     if variant is None:
-        chosen = choose(logits, sampling, remembered)
+        chosen = choose(logits, sampling, remembered, num_shards)
     else:
-        chosen = Chosen(tokens(logits, sampling, variant), *no_logprobs(len(logits)))
+        chosen = Chosen(tokens(logits, sampling, variant, num_shards), *no_logprobs(len(logits)))
     return pack_choices(chosen), append_tokens(layout, slots, chosen_slots, num_tokens, chosen.token_ids)
 
 

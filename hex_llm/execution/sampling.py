@@ -105,12 +105,16 @@ class Cutoff(NamedTuple):
     target: jax.Array  # [R] i32
 
 
-def choose(logits: jax.Array, rows: SamplingRows, slots: RowState) -> Chosen:
-    """logits [R, V] f32 -> the next token of each row, whatever it wants. A greedy batch costs one argmax."""
+def choose(logits: jax.Array, rows: SamplingRows, slots: RowState, num_shards: int = 1) -> Chosen:
+    """logits [R, V] f32 -> the next token of each row, whatever it wants. A greedy batch costs one argmax.
+
+    num_shards: over how many devices V is divided; it decides what they exchange, not what is chosen.
+    """
 
     def sampled() -> jax.Array:
         adjust = partial(adjusted, rows=rows, slots=slots, branches=True)
-        return tokens(lax.cond(jnp.any(_adjusts(rows)), adjust, lambda x: x, logits), rows, variant=None)
+        changed = lax.cond(jnp.any(_adjusts(rows)), adjust, lambda x: x, logits)
+        return tokens(changed, rows, None, num_shards)
 
     token_ids = lax.cond(jnp.any(_random(rows) | _adjusts(rows)), sampled, lambda: _likeliest(logits))
     logprobs = lax.cond(
@@ -196,14 +200,15 @@ def adjusted(logits: jax.Array, rows: SamplingRows, slots: RowState, branches: b
     return when(_has(rows, MASKED), lambda x: _masked(x, rows, slots), logits)
 
 
-def tokens(logits: jax.Array, rows: SamplingRows, variant: Features | None) -> jax.Array:
-    """Adjusted logits [R, V] -> [R] i32, -1 where there is none; None of VARIANTS: whichever is wanted."""
+def tokens(logits: jax.Array, rows: SamplingRows, variant: Features | None, num_shards: int = 1) -> jax.Array:
+    """Adjusted logits [R, V] -> [R] i32, -1 where there is none; None of VARIANTS: whichever is wanted.
+    num_shards: as in `choose`."""
     if variant == Features(0):
         return _likeliest(logits)
     random, likeliest = _random(rows), _likeliest(logits)
 
     def drawn() -> jax.Array:
-        return jnp.where(random, _drawn(weights(logits, rows, variant), rows), likeliest)
+        return jnp.where(random, _drawn(weights(logits, rows, variant), rows, num_shards), likeliest)
 
     token_ids = lax.cond(jnp.any(random), drawn, lambda: likeliest) if variant is None else drawn()
     return jnp.where(likeliest >= 0, token_ids, -1)
@@ -383,17 +388,21 @@ def _flip_negatives(bits: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)
 
 
-def _drawn(parts: jax.Array, rows: SamplingRows) -> jax.Array:
+def _drawn(parts: jax.Array, rows: SamplingRows, num_shards: int) -> jax.Array:
     """[R] i32: the token in which a random one of the row's parts lies; never one without parts."""
-    lacking = -parts.shape[-1] % BLOCK
-    blocks = jnp.pad(parts, ((0, 0), (0, lacking))).reshape(len(parts), -1, BLOCK)
+    # Every shard is filled up to whole blocks: for one that lies on two devices, they exchange parts of rows.
+    shards = parts.reshape(len(parts), num_shards, -1)
+    lacking = -shards.shape[-1] % BLOCK
+    filled = jnp.pad(shards, ((0, 0), (0, 0), (0, lacking)))
+    blocks = filled.reshape(len(parts), -1, BLOCK)
     sums = jnp.sum(blocks, axis=-1)
     ends = jnp.cumsum(sums, axis=-1)
     target = random_part(rows, ends[:, -1]) + 1
     block = _first(ends, target)  # [R, 1]
     target -= jnp.take_along_axis(ends - sums, block, axis=-1)[:, 0]
     inside = jnp.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0]
-    return (block * BLOCK + _first(jnp.cumsum(inside, axis=-1), target))[:, 0]
+    place = (block * BLOCK + _first(jnp.cumsum(inside, axis=-1), target))[:, 0]
+    return place - place // filled.shape[-1] * lacking  # without what the shards before it were filled with
 
 
 def _first(ends: jax.Array, target: jax.Array) -> jax.Array:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +16,10 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hex_llm.execution import sampling
-from hex_llm.execution.sampling import Chosen, logprobs_of
+from hex_llm.execution import programs, sampling
+from hex_llm.execution.sampling import BLOCK, Chosen, Features, choose, logprobs_of, tokens
+from hex_llm.execution.slots import SlotLayout
+from hex_llm.parallel.shardings import make_mesh
 from hex_llm.sampling_params import MAX_LOGPROBS
 from tests.execution.sampled import WANTS, N, Slots, V, chosen, logits_of, rows_of, slots_of
 
@@ -132,7 +137,8 @@ def test_a_vocabulary_spread_over_devices_gives_the_same_tokens() -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
     spread = jax.device_put(logits, NamedSharding(mesh, P(None, "tp")))
     everywhere = jax.device_put((rows, slots), NamedSharding(mesh, P()))
-    here, there = chosen(logits, rows, slots), chosen(spread, *everywhere)
+    chosen_there = jax.jit(partial(choose, num_shards=4))  # 288 tokens each: no whole blocks
+    here, there = chosen(logits, rows, slots), chosen_there(spread, *everywhere)
     assert here.token_ids[3] == -1
     np.testing.assert_array_equal(here.token_ids, there.token_ids)
     np.testing.assert_array_equal(here.rank, there.rank)
@@ -140,8 +146,38 @@ def test_a_vocabulary_spread_over_devices_gives_the_same_tokens() -> None:
     greedy = rows_of([{}] * N)
     np.testing.assert_array_equal(
         chosen(logits, greedy, slots).token_ids,
-        chosen(spread, jax.device_put(greedy, NamedSharding(mesh, P())), everywhere[1]).token_ids,
+        chosen_there(spread, jax.device_put(greedy, NamedSharding(mesh, P())), everywhere[1]).token_ids,
     )
+
+
+@pytest.mark.parametrize("vocab", [96, 288])
+def test_draws_do_not_depend_on_how_many_devices_the_vocabulary_is_divided_over(vocab: int) -> None:
+    draws = 30 * vocab
+    logits, rows = jnp.zeros((draws, vocab)), rows_of([{"temperature": 1.0}] * draws)
+    draw = jax.jit(partial(tokens, variant=Features.RANDOM), static_argnames="num_shards")
+    expected = draw(logits, rows, num_shards=1)
+    assert len(np.unique(expected)) == vocab, "those at the ends of shards too"
+    for num_shards in (2, 16):
+        np.testing.assert_array_equal(draw(logits, rows, num_shards=num_shards), expected)
+
+
+def test_what_devices_exchange_for_a_random_token() -> None:
+    """Of each row no more than the block that holds it: never the parts of rows that lie on a device."""
+    num_rows, vocab = 4, 62 * BLOCK  # blocks that do not divide over 4
+    layout, mesh = SlotLayout(num_rows + 1, 64, vocab, table_width=4), make_mesh(4)
+    unused: Any = None
+    spec: Any = SimpleNamespace(vocab_size=vocab)
+    context = programs.ProgramContext(spec, mesh, layout, num_rows, unused, unused)
+    everywhere = NamedSharding(mesh, P())
+    slots: Any = jax.ShapeDtypeStruct((layout.num_slots, layout.width), jnp.int32, sharding=everywhere)
+    key = programs.Choose(num_rows, Features.RANDOM)
+    function, arguments, *_ = programs.described(key, context, unused, [], slots, {})
+    hlo = jax.jit(function).lower(*arguments).compile().as_text()
+    exchanged = re.findall(r"= (.*) (?:all-(?:gather|reduce|to-all)|collective-permute)(?:-start)?\(", hlo)
+    assert exchanged
+    for shapes in exchanged:
+        for shape in re.findall(r"\[([\d,]*)\]", shapes):
+            assert math.prod(int(n) for n in shape.split(",") if n) <= num_rows * BLOCK, shapes
 
 
 def test_the_largest_by_passes_are_those_of_a_sort() -> None:
