@@ -36,7 +36,8 @@ BUNDLES = """LB: loop body
    0x2   : > { %v1_v0 = vld [vmem:[%s2_s1] sm:$0xff] }
    0x3   :  {}
    0x4 LB: >> { %s9_s4 = sphi %s8_s4, %s7_s4 }
-   0x5   : >> { %p2_p1 = scmp.ge.s32.totalorder %s9_s4, 3 /* loop exit test */ }
+   0x5   : > { %v3_v2 = vadd.f32 %v2_v1, %v1_v0 }
+   0x6   : >> { %p2_p1 = scmp.ge.s32.totalorder %s9_s4, 3 /* loop exit test */ }
    0x6 PF: > { %s3_s1 = sadd.s32 1, %s2_s1 }
    0x7   : > { %p1_p0 = scmp.ge.s32.totalorder %s3_s1, 10 /* loop exit test */ }
    0x8   :  { %4 = sbr.rel (!%p1_p0) target = $region3 } /* exit bundle */
@@ -52,12 +53,12 @@ def test_reading_a_compiled_program() -> None:
 
 
 def test_bundles_of_loops(tmp_path: Path) -> None:
-    """An empty one is as deep as what is before it."""
-    assert tpu_hlo.executed_bundles(BUNDLES) == 1 + 10 * (3 + 3 * 2 + 2) + 1
+    """They have empty ones, and some of the loop around them."""
+    assert tpu_hlo.executed_bundles(BUNDLES) == 1 + 10 * (3 + 3 * 3 + 2) + 1
     assert tpu_hlo.executed_bundles(BUNDLES.replace(", 10 /*", ", %s5_s5 /*")) is None
     (tmp_path / "17-fusion.2-01-final_bundles.txt").write_text(BUNDLES)
     (tmp_path / "17-fusion.2-00-schedule-analysis_final_bundles.txt").write_text("")
-    assert tpu_hlo.dumped_bundles(tmp_path) == {"fusion.2": 112}
+    assert tpu_hlo.dumped_bundles(tmp_path) == {"fusion.2": 142}
 
 
 STEP = """

@@ -117,30 +117,21 @@ def dumped_bundles(folder: Path) -> dict[str, int | None]:
 def executed_bundles(listing: str) -> int | None:
     """Of a listing whose loops are marked by depth; None if it does not say how often one runs. All of a loop
     counts in each of its rounds, also what some of them jump over."""
-    loops: list[tuple[int, int, int | None]] = [(0, 0, 1)]  # depth, bundles, rounds
-
-    def leave(depth: int) -> None:
-        while loops[-1][0] > depth:
-            _, inside, rounds = loops.pop()
-            if rounds is None:
-                raise LookupError
-            outer, before, times = loops[-1]
-            loops[-1] = outer, before + inside * rounds, times
-
-    try:
-        for found in filter(None, map(BUNDLE.match, listing.splitlines())):
-            label, marks, text = found.groups()
-            depth = loops[-1][0] if text.startswith("}") else marks.count(">")  # empty ones have no marks
-            leave(depth - 1 if label == "LB" else depth)
-            if label == "LB":
-                loops.append((depth, 0, None))
-            known, count, rounds = loops[-1]
-            last = LAST_OF_LOOP.search(text)
-            loops[-1] = known, count + 1, int(last[1]) if last else rounds
-        leave(0)
-    except LookupError:
-        return None
-    return loops[0][1]
+    lines = [found.groups() for found in map(BUNDLE.match, listing.splitlines()) if found]
+    depths = [0 if text.startswith("}") else marks.count(">") for _, marks, text in lines]  # empty: no marks
+    begins = [i for i, (label, *_) in enumerate(lines) if label == "LB"]
+    times = [1] * len(lines)
+    for begin in begins:
+        depth = depths[begin]
+        before = next((i for i in begins if i > begin and depths[i] <= depth), len(lines))
+        # A bundle has the depth of what is in it, which may be of the loop around this one.
+        end = max(i for i in range(begin, before) if depths[i] >= depth) + 1
+        tests = [LAST_OF_LOOP.search(lines[i][2]) for i in range(begin, end) if depths[i] == depth]
+        rounds = next((int(test[1]) for test in tests if test), None)
+        if rounds is None:
+            return None
+        times[begin:end] = [n * rounds for n in times[begin:end]]
+    return sum(times)
 
 
 def _products(hlo: str) -> dict[str, float]:

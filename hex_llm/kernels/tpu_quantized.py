@@ -25,8 +25,9 @@ from hex_llm.kernels.tpu_sinks import LANES
 CHUNK = 128  # inputs that are expanded at a time, where they share a scale
 TABLE_ROWS = 8  # else groups, since tables are read by so many rows, or by one
 MAX_COLUMNS, MAX_ROWS, MIN_ROWS = 512, 256, 16  # of a block
-FEW_ROWS, ROW_MULTIPLE = 128, 32  # with more, sums take longer to scale than weights
-MAX_STEP = 512  # inputs of a product whose sums are scaled
+FEW_ROWS = 128  # with many more, sums take longer to scale than weights
+# Inputs of a product whose sums are scaled, and how many of these one waits for while others are prepared.
+MAX_STEP, STEPS_AT_ONCE = 512, 16
 MATRIX_BYTES, ROWS_BYTES = 8 << 20, 4 << 20  # of the expanded block, and of that of rows, at most
 VECTOR_MEMORY = 64 << 20  # of 128 MiB: these, and what is read ahead
 CENTRE = 8  # of codes of 4 bits, which the chips know with a sign
@@ -119,9 +120,7 @@ def _multiply(x: Array, codes: Array, scales: Array, offsets: Array | None) -> A
     most = _multiple(min(MATRIX_BYTES // (num_inputs * x.dtype.itemsize), MAX_COLUMNS), LANES)
     width = next(n for n in range(most, 0, -LANES) if num_outputs % n == 0)
     if num_rows <= FEW_ROWS and group % CHUNK == 0:
-        padding = -num_rows % (ROW_MULTIPLE if num_rows > MIN_ROWS else MIN_ROWS)
-        padded = jnp.pad(x, ((0, padding), (0, 0)))
-        return _multiply_few(padded, codes, scales, offsets, width)[:, :num_rows]
+        return _multiply_few(x, codes, scales, offsets, width)
     rows = min(num_rows, MAX_ROWS, _multiple(ROWS_BYTES // (num_inputs * x.dtype.itemsize), MIN_ROWS))
     tables = [scales] if offsets is None else [scales, offsets]
     table = pl.BlockSpec((None, scales.shape[1], width), lambda c, i, j: (c, 0, i))
@@ -197,18 +196,22 @@ def _multiply_few(x: Array, codes: Array, scales: Array, offsets: Array | None, 
 def _few_kernel(x: Any, codes: Any, scales: Any, *refs: Any, group: int) -> None:
     *shared, out = refs
     step = math.gcd(group, MAX_STEP)
+    at_once = math.gcd(len(codes) // step, STEPS_AT_ONCE)
 
     def add(i: Array, total: Array) -> Array:
-        inputs = pl.ds(pl.multiple_of(i * step, step), step)
-        numbers = codes[inputs, :].astype(jnp.float32).astype(x.dtype)  # exact, of 8 bits too
-        sums = jnp.dot(x[:, inputs], numbers, preferred_element_type=jnp.float32)
-        return total + sums * scales[pl.ds(i * step // group, 1), :]
+        for j in range(at_once):
+            first = (i * at_once + j) * step
+            inputs = pl.ds(pl.multiple_of(first, step), step)
+            numbers = codes[inputs, :].astype(jnp.float32).astype(x.dtype)  # exact, of 8 bits too
+            sums = jnp.dot(x[:, inputs], numbers, preferred_element_type=jnp.float32)
+            total = total + sums * scales[pl.ds(first // group, 1), :]
+        return total
 
     total = jnp.zeros(out.shape, jnp.float32)
     if shared:
         offsets, sums = shared
         total = jnp.dot(sums[...], offsets[...], precision=lax.Precision.HIGHEST)
-    out[...] = lax.fori_loop(0, len(codes) // step, add, total).astype(out.dtype)
+    out[...] = lax.fori_loop(0, len(codes) // (at_once * step), add, total).astype(out.dtype)
 
 
 def _chunk(group: int) -> int:
