@@ -33,7 +33,10 @@ def fused_moe(
 
     def product(x: Array, weight: Array) -> Array:
         tiling = (rows, _side(weight.shape[2]), _side(weight.shape[1]))
-        out: Array = gmm(x, weight, sizes, x.dtype, tiling, transpose_rhs=True)
+        # Last in memory is the axis that leaves fewer lanes empty: turned likewise, no weight is copied.
+        turned = _empty_lanes(weight.shape[2]) > _empty_lanes(weight.shape[1])
+        weight = weight.swapaxes(1, 2) if turned else weight
+        out: Array = gmm(x, weight, sizes, x.dtype, tiling, transpose_rhs=not turned)
         return out
 
     inputs = x[pairs // chosen.shape[1]]
@@ -50,6 +53,11 @@ def fused_moe(
         scale = 1 if options.scale_input else scores[:, i, None]
         out += expert_out[places[:, i]].astype(jnp.float32) * scale
     return out.astype(x.dtype)
+
+
+def _empty_lanes(size: int) -> float:
+    """Of an axis that lies along them, for each that it fills."""
+    return -size % LANES / size
 
 
 def _side(size: int) -> int:
