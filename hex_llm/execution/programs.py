@@ -145,8 +145,9 @@ def described(
     """Weights, pages, slots and adapters need not exist: their shapes and where they lie are enough."""
     spec, mesh, layout = context.spec, context.mesh, context.layout
     whole = NamedSharding(mesh, P())
-    num_shards = mesh.size if spec.vocab_size % mesh.size == 0 else 1
-    logits_lie = NamedSharding(mesh, P(None, TP) if num_shards == mesh.size else P())
+    divides = spec.vocab_size % mesh.size == 0
+    logits_lie = NamedSharding(mesh, P(None, TP) if divides else P())
+    num_shards = mesh.size if divides else 1
     pages_lie = [NamedSharding(mesh, PAGES)] * len(pages)
     rows = _ints(3, context.max_choices)
 

@@ -119,27 +119,34 @@ def _multiply(x: Array, codes: Array, scales: Array, offsets: Array | None) -> A
     group = num_inputs // scales.shape[1]
     most = _multiple(min(MATRIX_BYTES // (num_inputs * x.dtype.itemsize), MAX_COLUMNS), LANES)
     width = next(n for n in range(most, 0, -LANES) if num_outputs % n == 0)
-    if num_rows <= FEW_ROWS and group % CHUNK == 0:
-        return _multiply_few(x, codes, scales, offsets, width)
-    rows = min(num_rows, MAX_ROWS, _multiple(ROWS_BYTES // (num_inputs * x.dtype.itemsize), MIN_ROWS))
-    tables = [scales] if offsets is None else [scales, offsets]
+    # Of few rows it takes less to scale a group's sums than its weights.
+    few = num_rows <= FEW_ROWS and group % CHUNK == 0
+    most_rows = min(MAX_ROWS, _multiple(ROWS_BYTES // (num_inputs * x.dtype.itemsize), MIN_ROWS))
+    rows = num_rows if few else min(num_rows, most_rows)
     table = pl.BlockSpec((None, scales.shape[1], width), lambda c, i, j: (c, 0, i))
+    arrays = [x, codes, scales]
+    specs = [
+        pl.BlockSpec((rows, num_inputs), lambda c, i, j: (j, 0)),
+        pl.BlockSpec((None, num_inputs, width), lambda c, i, j: (c, 0, i)),
+        table,
+    ]
+    if offsets is not None:
+        arrays, specs = [*arrays, offsets], [*specs, table]
+    if few and offsets is not None:  # each adds the sum of its group's inputs
+        sums = x.astype(jnp.float32).reshape(num_rows, -1, group).sum(axis=-1)
+        arrays, specs = [*arrays, sums], [*specs, pl.BlockSpec(sums.shape, lambda c, i, j: (j, 0))]
     out: Array = pl.pallas_call(
-        partial(_kernel, group=group),
+        partial(_few_kernel if few else _kernel, group=group),
         grid=(fused, num_outputs // width, pl.cdiv(num_rows, rows)),
-        in_specs=[
-            pl.BlockSpec((rows, num_inputs), lambda c, i, j: (j, 0)),
-            pl.BlockSpec((None, num_inputs, width), lambda c, i, j: (c, 0, i)),
-            *[table] * len(tables),
-        ],
+        in_specs=specs,
         out_specs=pl.BlockSpec((None, rows, width), lambda c, i, j: (c, j, i)),
-        scratch_shapes=[pltpu.VMEM((num_inputs, width), x.dtype)],
+        scratch_shapes=[] if few else [pltpu.VMEM((num_inputs, width), x.dtype)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=VECTOR_MEMORY
         ),
         out_shape=jax.ShapeDtypeStruct((fused, num_rows, num_outputs), x.dtype),
         name="quantized_product",
-    )(x, codes, *tables)
+    )(*arrays)
     return out
 
 
@@ -163,34 +170,6 @@ def _kernel(x: Any, codes: Any, *refs: Any, group: int) -> None:
 
     product = jnp.dot(x[...], matrix[...], preferred_element_type=jnp.float32)
     out[...] = product.astype(out.dtype)
-
-
-def _multiply_few(x: Array, codes: Array, scales: Array, offsets: Array | None, width: int) -> Array:
-    """The same of so few rows that it takes less to scale a group's sums than its weights."""
-    (num_rows, num_inputs), (fused, _, num_outputs) = x.shape, codes.shape
-    num_groups = scales.shape[1]
-    table = pl.BlockSpec((None, num_groups, width), lambda c, i: (c, 0, i))
-    arrays = [x, codes, scales]
-    specs = [
-        pl.BlockSpec((num_rows, num_inputs), lambda c, i: (0, 0)),
-        pl.BlockSpec((None, num_inputs, width), lambda c, i: (c, 0, i)),
-        table,
-    ]
-    if offsets is not None:  # each adds the sum of its group's inputs
-        arrays += [offsets, x.astype(jnp.float32).reshape(num_rows, num_groups, -1).sum(axis=-1)]
-        specs += [table, pl.BlockSpec((num_rows, num_groups), lambda c, i: (0, 0))]
-    out: Array = pl.pallas_call(
-        partial(_few_kernel, group=num_inputs // num_groups),
-        grid=(fused, num_outputs // width),
-        in_specs=specs,
-        out_specs=pl.BlockSpec((None, num_rows, width), lambda c, i: (c, 0, i)),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 2, vmem_limit_bytes=VECTOR_MEMORY
-        ),
-        out_shape=jax.ShapeDtypeStruct((fused, num_rows, num_outputs), x.dtype),
-        name="quantized_product",
-    )(*arrays)
-    return out
 
 
 def _few_kernel(x: Any, codes: Any, scales: Any, *refs: Any, group: int) -> None:
