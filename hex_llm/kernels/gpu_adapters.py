@@ -54,7 +54,7 @@ class Adding(NamedTuple):
 
 
 def ranking(num_rows: int) -> Ranking:
-    return Ranking(64, 128, 8, 4, 4) if num_rows <= FEW_ROWS else Ranking(128, 128, 1, 4, 4)
+    return Ranking(64, 128, 8 if num_rows <= FEW_ROWS else 1, 4, 4)
 
 
 def ranking_beside(num_rows: int, num_outputs: int) -> Ranking:
@@ -92,9 +92,9 @@ def add_adapters(
     return added.reshape(out.shape) if activation is None else added
 
 
-def begin_adapters(x: Array, down: Array, up: Array, fused: Fused, which: Array) -> Pending | None:
+def begin_adapters(x: Array, down: Array, up: Array, fused: Fused, which: Array) -> Pending:
     """See kernels.adapters.BeginAdapters."""
-    return Pending(ranks_of_rows(x, down, which), up, fused, which) if len(x) <= FEW_ROWS else None
+    return Pending(ranks_of_rows(x, down, which), up, fused, which)
 
 
 def join_adapters(
@@ -197,7 +197,7 @@ def _added(
     grid = (pl.cdiv(num_rows, how.rows), pl.cdiv(out.shape[1], how.columns))
     whose: Any = which if how.form == BY_ROW else None  # ranks that are spread say it themselves
     if how.form == "used":
-        whose = which, _shared(which, how.rows)
+        whose = which, shared_slots(which, how.rows)
     given = (ranks, up.reshape(num_slots, -1, num_ranks), whose)
     kernel = _row_kernel if how.form == BY_ROW else _tile_kernel
     call = launched(partial(kernel, cut=cut), grid, out, how.warps, how.stages, aliases)
@@ -212,7 +212,7 @@ def _spread(ranks: Array, which: Array, num_slots: int, num_ranks: int, dtype: A
     return jnp.where(is_own[:, None, :, None], own, 0).reshape(1, len(which), -1)
 
 
-def _shared(which: Array, num_rows: int) -> Array:
+def shared_slots(which: Array, num_rows: int) -> Array:
     """The slot that all rows of a tile have, counted from 1; 0: there is none."""
     tiles = jnp.pad(which, (0, -len(which) % num_rows), mode="edge").reshape(-1, num_rows)
     return jnp.where(jnp.all(tiles == tiles[:, :1], axis=1), tiles[:, 0], 0)
@@ -320,7 +320,7 @@ def _tile_kernel(*refs: Any, cut: Cut) -> None:
             Part(gate.astype(jnp.float32), 2 * here, 0),
             Part(up.astype(jnp.float32), 2 * here + 1, last),
         ]
-    out, *others = FORMS[how.form](ranks_ref, up_ref, source, whose_refs, parts)
+    out, *others = FORMS[how.form](ranks_ref, up_ref, source, of_tile(whose_refs), parts)
     if cut.activation is not None:
         out = quick(cut.activation)(out) * others[0]
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -349,10 +349,14 @@ class Part(NamedTuple):
     module: Any
 
 
-def _used(ranks_ref: Any, up_ref: Any, row: Array, whose_refs: Any, parts: list[Part]) -> list[Array]:
+def of_tile(whose_refs: Any) -> Any:
+    """Slots of rows, and the one that all rows of this tile have."""
+    return whose_refs and (whose_refs[0], whose_refs[1][pl.program_id(0)])
+
+
+def add_used(ranks_ref: Any, up_ref: Any, row: Array, whose: Any, parts: list[Part]) -> list[Array]:
     """The slot that all rows have, as but for few tiles; or those that some row has."""
-    (which_ref, shared_ref), (num_slots, _, num_ranks) = whose_refs, up_ref.shape
-    shared = shared_ref[pl.program_id(0)]
+    (which_ref, shared), (num_slots, _, num_ranks) = whose, up_ref.shape
     rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
     inside = None if len(rank) == num_ranks else rank < num_ranks
 
@@ -408,5 +412,5 @@ def _all_spread(ranks_ref: Any, up_ref: Any, row: Array, _: Any, parts: list[Par
     return [lax.fori_loop(0, pl.cdiv(num, depth), partial(add, part), part.total) for part in parts]
 
 
-FORMS = {"used": _used, "spread": _all_spread}
+FORMS = {"used": add_used, "spread": _all_spread}
 KERNELS = AdapterKernels(add_adapters, begin_adapters, join_adapters, slots_first=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels import gpu_launch, reference
+from hex_llm.kernels import gpu_heads, gpu_launch, reference
 from hex_llm.kernels.adapters import Fused
 from hex_llm.kernels.attention import KVPages, Projected
 from hex_llm.kernels.gpu_adapters import begin_adapters
@@ -26,6 +26,13 @@ FORMS = [
     "normed and turned",
     *(pytest.param(one, marks=pytest.mark.slow) for one in ("normed", "turned", "plain")),
 ]
+
+
+@pytest.fixture(params=["token by token", "in tiles"])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in tiles":  # the last of which is not full
+        monkeypatch.setattr(gpu_heads, "FEW_ROWS", NUM_TOKENS - 1)
+        monkeypatch.setattr(gpu_heads, "TILE_ROWS", 4)
 
 
 def heads_of(form: str, group: int, head_dim: int, dtype: Any) -> Projected:
@@ -52,6 +59,7 @@ def expected(heads: Projected, pages: KVPages) -> tuple[jax.Array, jax.Array, KV
     return qk[:, :, :-1], jnp.stack([k, v], axis=2), reference.write_kv(k, v, pages, SLOTS)
 
 
+@pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("group", "head_dim", "dtype", "kv_dtype"),
@@ -87,8 +95,10 @@ def test_heads_are_made_and_written(form: str, group: int, head_dim: int, dtype:
     assert not np.asarray(semaphores).any()
 
 
-def test_lowers_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("few", [256, NUM_TOKENS - 1])
+def test_lowers_for_gpus(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
+    monkeypatch.setattr(gpu_heads, "FEW_ROWS", few)
     for kv_dtype in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
         pages = as_pages(jnp.ones((7, BLOCK, KV_HEADS, 2, 96), jnp.bfloat16), np.dtype(kv_dtype))
         heads = heads_of("normed and turned", 5, 96, jnp.bfloat16)
@@ -101,6 +111,7 @@ def test_lowers_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "triton" in text
 
 
+@pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("fused", [Fused(), Fused(1, (3, 4))])
 def test_adapters_add_to_heads(fused: Fused) -> None:
     heads = heads_of("normed and turned", 3, 80, jnp.float32)
@@ -126,3 +137,19 @@ def test_adapters_add_to_heads(fused: Fused) -> None:
     got, wanted = jax.jit(both)(pages, heads.qkv, x, down, up)
     for mine, theirs in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+def test_adapters_of_prompts_lower_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
+    rows, fused = 300, Fused(1, (4, 5))
+
+    def half(*shape: int) -> jax.Array:
+        return jnp.ones(shape, jnp.bfloat16)
+
+    def run(qkv: jax.Array, x: jax.Array, down: jax.Array, up: jax.Array, which: jax.Array) -> Any:
+        heads = Projected(qkv, pending=begin_adapters(x, down, up, fused, which))
+        return place_heads(heads, half(7, BLOCK, KV_HEADS, 2, 64), which)
+
+    given = half(rows, KV_HEADS, 6, 64), half(rows, 512), half(3, 48, 512), half(3, KV_HEADS, 6, 64, 16)
+    text = lowered_for_gpus(run, *given, jnp.ones(rows, jnp.int32))
+    assert text.count("triton") >= 2
