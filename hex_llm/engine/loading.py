@@ -31,6 +31,7 @@ from hex_llm.execution.messages import Joining, Loaded
 from hex_llm.execution.moving import Post
 from hex_llm.execution.runner import Runner, keep_compiled
 from hex_llm.execution.weight_plan import EXPANDED, FORMS, WeightPlan, plan_weights, quantized_bytes
+from hex_llm.kernels.gpu_float8 import MIN_FLOAT8
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
@@ -49,8 +50,6 @@ from hex_llm.weights.quantized import dequantized
 from hex_llm.weights.source import fetch_for
 
 log = logging.getLogger(__name__)
-
-MIN_FLOAT8 = 8.9  # of a GPU's compute capability
 
 
 def load_engine(

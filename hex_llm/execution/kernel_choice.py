@@ -23,6 +23,7 @@ from hex_llm.kernels import (
     gpu,
     gpu_adapters,
     gpu_experts,
+    gpu_float8,
     gpu_quantized,
     gpu_routing,
     reference,
@@ -96,6 +97,9 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     changes: dict[str, Callable[[Any], Any]] = {"gpu": _for_gpus, "tpu": for_tpus}
     is_part = _is_whole_part if devices.platform == "gpu" else _is_matrix
     lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part), is_part=is_part)
+    if devices.platform == "gpu" and devices.num == 1:
+        can_gate = gpu_experts.can_fuse(spec.activation, devices.dtype)
+        lay_out = partial(_with_rounding, lay_out, can_gate=can_gate)
     adapters = _adapters(spec, devices)
     return Kernels(attention, routed, width, MAX_SINGLE, lay_out, can_multiply, adapters)
 
@@ -130,6 +134,30 @@ def _for_gpus(part: Any) -> Any:
         outputs = part.codes.shape[: part.num_outputs]
         return Float8(part.codes, part.scales.reshape(*outputs, -1)[..., 0])
     return in_words(part)
+
+
+def _with_rounding(lay_out: Callable[[Weights], Weights], weights: Weights, can_gate: bool) -> Weights:
+    """Laid out for one GPU: what no norm gives to a Float8 is rounded by our own kernels, if it has floats of
+    8 bits."""
+    weights = lay_out(weights)
+    if gpu_float8.can_round():
+        for i, layer in enumerate(weights.layers):
+            weights.layers[i] = replace(
+                layer, out=_rounding(layer.out), ffn=_ffn_rounding(layer.ffn, can_gate)
+            )
+    return weights
+
+
+def _ffn_rounding(ffn: FeedForward, can_gate: bool) -> FeedForward:
+    gate_up, down = ffn.gate_up, _rounding(ffn.down)
+    if isinstance(gate_up, Float8) and isinstance(down, Float8):
+        gate_up = replace(gate_up, rounds_gated=can_gate)
+    shared = None if ffn.shared is None else _ffn_rounding(ffn.shared, can_gate)
+    return replace(ffn, gate_up=gate_up, down=down, shared=shared)
+
+
+def _rounding(matrix: Any) -> Any:
+    return replace(matrix, rounds_rows=True) if isinstance(matrix, Float8) else matrix
 
 
 def in_words(part: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ def added(x: jax.Array, h: jax.Array, around: Around, spec: ModelSpec) -> tuple[
 
 
 def joined(
-    x: jax.Array, h: jax.Array, weight: Matrix, bias: jax.Array | None, around: Around, spec: ModelSpec
+    x: jax.Array, h: Any, weight: Matrix, bias: jax.Array | None, around: Around, spec: ModelSpec
 ) -> tuple[jax.Array, jax.Array]:
     """The same with a product of h. Adapters add to the product on the way to the norm, where nothing lies
     between."""
@@ -215,8 +215,8 @@ def routed(
     return out + optional_norm(shared, w.shared.post_norm, spec)
 
 
-def gated(normed: jax.Array, w: FeedForward, spec: ModelSpec) -> jax.Array:
-    """[T, D] -> [T, F], which `down` is for."""
+def gated(normed: jax.Array, w: FeedForward, spec: ModelSpec) -> Any:
+    """[T, D] -> [T, F], as `down` takes it."""
     return w.gate_up.gated(normed, ACTIVATIONS[spec.activation], w.gate_up_bias)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.float8 import Rounded
 
 FEW_ROWS = range(2, 65)
 
@@ -23,11 +24,12 @@ FEW_ROWS = range(2, 65)
 class Matrix(Protocol):
     """[*outputs, *inputs]"""
 
-    def matmul(self, x: jax.Array) -> jax.Array:
-        """x [T, inputs], their axes merged -> [T, *outputs]."""
+    def matmul(self, x: Any) -> jax.Array:
+        """x [T, inputs], their axes merged -> [T, *outputs]; or what `gated` made of it."""
 
-    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
-        """Of gates and ups [F, 2, D]: x [T, D] -> [T, F], the activation of the gates times the ups."""
+    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> Any:
+        """Of gates and ups [F, 2, D]: x [T, D] -> [T, F], the activation of the gates times the ups; or
+        `Rounded`, if it was laid out for a matrix that multiplies that."""
 
     def rows(self, which: jax.Array) -> jax.Array:
         """Of one axis of outputs: [T] -> [T, *inputs]."""
@@ -75,9 +77,9 @@ class Dense:
         return self.array.reshape(-1, x.shape[1])
 
 
-def linear(x: jax.Array, weight: Matrix, bias: jax.Array | None = None) -> jax.Array:
+def linear(x: jax.Array | Rounded, weight: Matrix, bias: jax.Array | None = None) -> jax.Array:
     """x [T, *inputs] times weight [*outputs, *inputs] -> [T, *outputs]."""
-    out = weight.matmul(x.reshape(len(x), -1))
+    out = weight.matmul(x if isinstance(x, Rounded) else x.reshape(len(x), -1))
     return out if bias is None else out + bias
 
 

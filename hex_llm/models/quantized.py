@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from hex_llm.kernels import float8, gpu_float8
 from hex_llm.kernels.codes import doubled_e2m1
 from hex_llm.kernels.experts import Activation, GatedMatrix
+from hex_llm.kernels.float8 import FLOAT8_MAX, Rounded
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Rounding
-
-FLOAT8_MAX = 448.0
-FLOAT8_ROWS = 16  # cuBLAS multiplies only multiples of it
 
 
 @jax.tree_util.register_dataclass
@@ -80,16 +79,32 @@ class Float8(GatedMatrix):
 
     codes: Any  # float8_e4m3fn
     scales: Any  # float32 [*outputs]
+    # By a kernel of our own (execution/kernel_choice.py): what is multiplied, where no norm gives it, which
+    # XLA rounds on its way; and what becomes of gates and ups, where it is for a matrix like this.
+    rounds_rows: bool = field(default=False, metadata={"static": True})
+    rounds_gated: bool = field(default=False, metadata={"static": True})
 
-    def matmul(self, x: jax.Array) -> jax.Array:
-        matrix = self.codes.reshape(-1, x.shape[1])
-        peaks = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1, keepdims=True)
-        row_scales = jnp.where(peaks == 0, 1, peaks * (1 / FLOAT8_MAX))
-        rows = (x / row_scales).astype(matrix.dtype)
-        rows = jnp.pad(rows, ((0, -len(x) % FLOAT8_ROWS), (0, 0)))
-        out = jax.lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
-        out = out[: len(x)] * row_scales * self.scales.reshape(-1)
-        return out.astype(x.dtype).reshape(len(x), *self.scales.shape)
+    def matmul(self, x: jax.Array | Rounded) -> jax.Array:
+        rows = x if isinstance(x, Rounded) else self._rounded(x)
+        num, scales = len(rows.scales), self.scales.reshape(-1)
+        out = self._product(rows)[:num] * rows.scales * scales
+        return out.astype(rows.dtype).reshape(num, *self.scales.shape)
+
+    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> Any:
+        if not self.rounds_gated:
+            return super().gated(x, activation, bias)
+        rows = self._rounded(x)
+        return gpu_float8.round_gated(self._product(rows), rows.scales, self.scales, bias, activation)
+
+    def _rounded(self, x: jax.Array) -> Rounded:
+        return gpu_float8.round_rows(x) if self.rounds_rows else float8.round_rows(x)
+
+    def _product(self, rows: Rounded) -> jax.Array:
+        """[T or more, outputs], without scales."""
+        codes = self.codes.reshape(-1, rows.codes.shape[1])
+        return jax.lax.dot_general(
+            rows.codes, codes, (((1,), (1,)), ((), ())), preferred_element_type=rows.dtype
+        )
 
     def rows(self, which: jax.Array) -> jax.Array:
         codes = self.codes[which].astype(jnp.float32)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from hex_llm.execution.adapters import AdapterLayout, HostAdapter
+from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.load import init_weights
 from hex_llm.execution.programs import write_adapter
-from hex_llm.execution.weight_plan import plan_weights
+from hex_llm.execution.weight_plan import FORMS, plan_weights
 from hex_llm.kernels import experts, gpu, gpu_adapters, reference, tpu_experts
 from hex_llm.kernels.adapters import AdapterKernels
 from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages, Options, Projected
@@ -22,7 +23,7 @@ from hex_llm.kernels.experts import ExpertKernels
 from hex_llm.models import decoder
 from hex_llm.models.adapters import Slots, adapt, add_by_all
 from hex_llm.models.families import model_spec
-from hex_llm.models.params import Param, abstract_weights
+from hex_llm.models.params import Param, Weights, abstract_weights
 from hex_llm.models.spec import ModelSpec
 from hex_llm.parallel.shardings import make_mesh
 from tests.tiny import FAMILIES
@@ -153,6 +154,39 @@ def test_adapters_by_kernels(name: str, num_tokens: int) -> None:
     by_kernels = run(firsts, gpu_adapters.KERNELS, attention)
     for mine, theirs in zip(*map(jax.tree.leaves, (by_kernels, by_all)), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("glm4.5", marks=pytest.mark.slow)])
+def test_rows_rounded_by_kernels(name: str) -> None:
+    """Floats of 8 bits, as one GPU rounds them and as several do; and with adapters, none of which adds."""
+    spec, mesh, dtype = spec_of(name), make_mesh(1), np.dtype(jnp.bfloat16)
+    spec = replace(spec, layers=spec.layers[:2])
+    rng = np.random.default_rng(0)
+    x = jnp.array(rng.standard_normal((NUM_TOKENS, spec.hidden_size)), dtype)
+    slots = AdapterLayout(spec, mesh, dtype, 1, 4, slots_first=True).allocate()
+    positions, rows = jnp.arange(NUM_TOKENS, dtype=jnp.int32), jnp.zeros(NUM_TOKENS, jnp.int32)
+    batch = Batch(positions, rows, positions + BLOCK, jnp.array([[1, 2, 3]], jnp.int32), jnp.int32(0), 0)
+    heads = map(spec.heads_of, spec.layers)
+    pages: list[KVPages] = [jnp.zeros((4, BLOCK, one.num_kv, 2, one.dim), dtype) for one in heads]
+    kernels = AttentionKernels(reference.paged_attention), ExpertKernels(experts.choose, experts.dense)
+
+    def run(num_gpus: int, is_adapted: bool = False) -> tuple[int, Any]:
+        plan = plan_weights(spec, keeps=lambda form, routed: not routed, rounded_to=FORMS["fp8"])
+        weights = init_weights(plan, spec, mesh, dtype, seed=0)
+        weights = choose_kernels(spec, Devices("gpu", num_gpus, BLOCK, dtype, dtype)).lay_out(weights)
+        if is_adapted:
+            weights = adapt(weights, slots, rows, gpu_adapters.KERNELS)
+
+        def forward(weights: Weights) -> Any:
+            return decoder.forward(spec, weights, x, positions + 1, pages, batch, *kernels)[0]
+
+        num_kernels = str(jax.make_jaxpr(forward)(weights)).count("pallas_call")
+        return num_kernels, np.asarray(jax.jit(forward)(weights), np.float32)
+
+    (one, by_kernel), (several, by_xla) = run(1), run(2)
+    assert several == 0 < one
+    np.testing.assert_allclose(by_kernel, by_xla, atol=0.05)
+    np.testing.assert_allclose(run(1, is_adapted=True)[1], by_xla, atol=0.05)
 
 
 def test_a_slot_is_written_where_kernels_look_for_it() -> None:
