@@ -49,9 +49,7 @@ class Pending(NamedTuple):
 
 
 class BeginAdapters(Protocol):
-    def __call__(self, x: Array, down: Array, up: Array, fused: Fused, which: Array) -> Pending | None:
-        """None: so many rows are better added to at once."""
-        ...
+    def __call__(self, x: Array, down: Array, up: Array, fused: Fused, which: Array) -> Pending: ...
 
 
 class JoinAdapters(Protocol):

@@ -1,11 +1,11 @@
 """What adapters add to a product on an NVIDIA GPU, by Pallas-Triton kernels, for each of their two factors.
 
-The first leaves for each row the ranks of its own slot. The second adds to the base's product in place; of
-gates and ups it makes what goes on, so that these are read once, as without adapters. Of decodes a program
-has a row and asks its slot, usually in the kernel that reads the product next: heads are made in one
-(gpu_heads.py), tokens normed in another. Where outputs are many it has a tile of rows, which asks all slots.
-Of prompts, whose rows of one adapter follow each other, a tile asks the one or two that its rows have, and
-makes, but for gates and ups, only what they add, which cuBLAS adds. docs/kernels.md tells what was measured.
+The first leaves for each row the ranks of its own slot. The second adds to the base's product: to heads
+where they are made (gpu_heads.py); of gates and ups it makes what goes on, so that these are read once, as
+without adapters. Of decodes a program has a row and asks its slot, behind attention and feed-forward in a
+kernel that also norms; where outputs are many it has a tile of rows, which asks all slots. Of prompts, whose
+rows of one adapter follow each other, a tile asks the one or two that its rows have, and behind attention and
+feed-forward makes only what they add, which cuBLAS adds. docs/kernels.md tells what was measured.
 """
 
 from __future__ import annotations
@@ -364,14 +364,17 @@ def add_used(ranks_ref: Any, up_ref: Any, row: Array, whose: Any, parts: list[Pa
         at = part.module * num_ranks + rank
         return read_tile(ranks_ref, (jnp.int32(0),), row, at, inside).astype(up_ref.dtype)
 
-    totals, factors = [part.total for part in parts], [own_ranks(part) for part in parts]
+    def read_ups(slot: Array) -> list[Array]:
+        return [read_tile(up_ref, (slot,), part.output, rank, inside) for part in parts]
 
-    def products(slot: Array) -> list[Array]:
-        ups = [read_tile(up_ref, (slot,), part.output, rank, inside) for part in parts]
+    totals, factors = [part.total for part in parts], [own_ranks(part) for part in parts]
+    ups = read_ups(jnp.maximum(shared - 1, 0))  # before it is asked for, so that in a loop it is read ahead
+
+    def products(ups: list[Array]) -> list[Array]:
         return [dot(factor, up.T) for factor, up in zip(factors, ups, strict=True)]
 
     def add_one() -> list[Array]:
-        return [x + y for x, y in zip(totals, products(shared - 1), strict=True)]
+        return [x + y for x, y in zip(totals, products(ups), strict=True)]
 
     def add_several() -> list[Array]:
         which = plgpu.load(which_ref.at[row])
@@ -381,7 +384,7 @@ def add_used(ranks_ref: Any, up_ref: Any, row: Array, whose: Any, parts: list[Pa
 
             def added() -> list[Array]:
                 # Rows of other slots throw away what its product says: so the first factor stays as it is.
-                kept = [jnp.where(is_own[:, None], product, 0) for product in products(slot)]
+                kept = [jnp.where(is_own[:, None], product, 0) for product in products(read_ups(slot))]
                 return [x + y for x, y in zip(totals, kept, strict=True)]
 
             return lax.cond(jnp.sum(is_own.astype(jnp.int32)) > 0, added, lambda: totals)

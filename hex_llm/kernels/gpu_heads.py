@@ -25,6 +25,7 @@ from hex_llm.kernels.gpu_launch import index_grid, launched, next_power
 Halves = list[Array]  # of heads: the first and the second
 
 TILE_ROWS = 16  # of prompts
+WARPS, STAGES = 4, 3  # of a program; of a tile's loop over heads
 
 
 def write_kv(k: Array, v: Array, pages: KVPages, slots: Array) -> tuple[KVPages, Array]:
@@ -65,7 +66,8 @@ def place_heads(
     settings: Any = {"eps": heads.eps, "offset": heads.offset, "write": write, "starts": starts}
     kernel = partial(_heads_kernel if is_few else _tile_kernel, **settings)
     grid = num_rows if is_few else pl.cdiv(num_rows, TILE_ROWS), num_kv_heads
-    (new, *new_scales), new_semaphores, q, kv = launched(kernel, grid, out, 4, 1, aliases)(*given, arrays)
+    call = launched(kernel, grid, out, WARPS, STAGES, aliases)
+    (new, *new_scales), new_semaphores, q, kv = call(*given, arrays)
     new = new.reshape(held.shape)
     if isinstance(pages, QuantizedPages):
         new = replace(pages, words=new, scales=new_scales[0])
