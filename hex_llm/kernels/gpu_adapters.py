@@ -121,9 +121,10 @@ def ranks_of_rows(x: Array, down: Array, which: Array, how: Ranking | None = Non
     splits = max(min(how.splits, num_inputs // MIN_SPLIT), 1)
     how = how._replace(rows=_tile_rows(len(x), how.rows), splits=splits)
     out = jax.ShapeDtypeStruct((splits, len(x), num_ranks), x.dtype if splits == 1 else jnp.float32)
-    grid = (pl.cdiv(len(x), how.rows), num_slots, splits)
-    call = launched(partial(_ranks_kernel, how=how), grid, out, how.warps, how.stages)
-    result: Array = call(x, down, which)
+    is_few = len(x) <= FEW_ROWS
+    grid = (pl.cdiv(len(x), how.rows), num_slots if is_few else 3, splits)
+    kernel = partial(_ranks_kernel if is_few else _prompt_ranks_kernel, how=how)
+    result: Array = launched(kernel, grid, out, how.warps, how.stages)(x, down, which)
     return result
 
 
@@ -132,13 +133,55 @@ def _tile_rows(num_rows: int, most: int) -> int:
 
 
 def _ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, how: Ranking) -> None:
+    """Each slot has a program."""
     tile, slot, split = (pl.program_id(axis) for axis in range(3))
-    num_rows, num_inputs = x_ref.shape
-    num_ranks = down_ref.shape[1]
     row = tile * how.rows + lax.iota(jnp.int32, how.rows)
+    is_own = plgpu.load(which_ref.at[jnp.minimum(row, len(x_ref) - 1)]) == slot + 1
+    _rank_slot(x_ref, down_ref, out_ref, slot, split, row, is_own, how)
+
+
+def _prompt_ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, how: Ranking) -> None:
+    """The slot of a tile's first row has a program, that of its last one another, and others, which are
+    between them only where prompts are short, share one."""
+    tile, nth, split = (pl.program_id(axis) for axis in range(3))
+    row = tile * how.rows + lax.iota(jnp.int32, how.rows)
+    which = plgpu.load(which_ref.at[jnp.minimum(row, len(x_ref) - 1)])
+    first, last = which_ref[tile * how.rows], which_ref[jnp.minimum((tile + 1) * how.rows, len(x_ref)) - 1]
+    own = jnp.where(nth == 0, first, jnp.where(last == first, 0, last))
+    is_other = (which > 0) & (which != first) & (which != last)
+
+    def ask(slot: Array, is_own: Array) -> None:
+        _rank_slot(x_ref, down_ref, out_ref, slot, split, row, is_own, how)
+
+    @pl.when((nth < 2) & (own > 0))
+    def ask_own() -> None:
+        ask(own - 1, which == own)
+
+    @pl.when((nth == 2) & (jnp.sum(is_other.astype(jnp.int32)) > 0))
+    def ask_others() -> None:
+        lowest, highest = _slot_range(jnp.where(is_other, which, 0), len(down_ref))
+        lax.fori_loop(lowest, highest, lambda slot, _: ask(slot, is_other & (which == slot + 1)), None)
+
+
+def _slot_range(which: Array, num_slots: int) -> tuple[Array, Array]:
+    """All that some row has lie in it."""
+    return jnp.min(jnp.where(which > 0, which, num_slots + 1)) - 1, jnp.max(which)
+
+
+def _rank_slot(
+    x_ref: Any,
+    down_ref: Any,
+    out_ref: Any,
+    slot: Array,
+    split: Array,
+    row: Array,
+    is_own: Array,
+    how: Ranking,
+) -> None:
+    """Of the rows whose own it is, if there are any."""
+    (num_rows, num_inputs), num_ranks = x_ref.shape, down_ref.shape[1]
     # What is not there is read from somewhere else instead, and not stored.
     source = jnp.minimum(row, num_rows - 1)
-    is_own = plgpu.load(which_ref.at[source]) == slot + 1
 
     @pl.when(jnp.sum(is_own.astype(jnp.int32)) > 0)
     def multiply() -> None:
@@ -320,7 +363,7 @@ def _tile_kernel(*refs: Any, cut: Cut) -> None:
             Part(gate.astype(jnp.float32), 2 * here, 0),
             Part(up.astype(jnp.float32), 2 * here + 1, last),
         ]
-    out, *others = FORMS[how.form](ranks_ref, up_ref, source, of_tile(whose_refs), parts)
+    out, *others = FORMS[how.form](ranks_ref, up_ref, source, whose_refs, parts)
     if cut.activation is not None:
         out = quick(cut.activation)(out) * others[0]
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -349,50 +392,53 @@ class Part(NamedTuple):
     module: Any
 
 
-def of_tile(whose_refs: Any) -> Any:
-    """Slots of rows, and the one that all rows of this tile have."""
-    return whose_refs and (whose_refs[0], whose_refs[1][pl.program_id(0)])
+class Used(NamedTuple):
+    """What the rows of a tile ask, in kernels."""
 
+    ranks: Any  # [1, T, modules * ranks]
+    up: Any  # [slots, outputs, ranks]
+    which: Any  # [T]
+    shared: Array  # the slot that all rows have, as but for few tiles; 0: there is none
+    row: Array
 
-def add_used(ranks_ref: Any, up_ref: Any, row: Array, whose: Any, parts: list[Part]) -> list[Array]:
-    """The slot that all rows have, as but for few tiles; or those that some row has."""
-    (which_ref, shared), (num_slots, _, num_ranks) = whose, up_ref.shape
-    rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
-    inside = None if len(rank) == num_ranks else rank < num_ranks
+    def add_one(self, parts: list[Part]) -> list[Array]:
+        """Where there is a shared one."""
+        return self._added(self.shared - 1, parts, [part.total for part in parts], None)
 
-    def own_ranks(part: Part) -> Array:
-        at = part.module * num_ranks + rank
-        return read_tile(ranks_ref, (jnp.int32(0),), row, at, inside).astype(up_ref.dtype)
-
-    def read_ups(slot: Array) -> list[Array]:
-        return [read_tile(up_ref, (slot,), part.output, rank, inside) for part in parts]
-
-    totals, factors = [part.total for part in parts], [own_ranks(part) for part in parts]
-    ups = read_ups(jnp.maximum(shared - 1, 0))  # before it is asked for, so that in a loop it is read ahead
-
-    def products(ups: list[Array]) -> list[Array]:
-        return [dot(factor, up.T) for factor, up in zip(factors, ups, strict=True)]
-
-    def add_one() -> list[Array]:
-        return [x + y for x, y in zip(totals, products(ups), strict=True)]
-
-    def add_several() -> list[Array]:
-        which = plgpu.load(which_ref.at[row])
+    def add_several(self, parts: list[Part]) -> list[Array]:
+        """Where there is none."""
+        which = plgpu.load(self.which.at[self.row])
 
         def add(slot: Array, totals: list[Array]) -> list[Array]:
             is_own = which == slot + 1
-
-            def added() -> list[Array]:
-                # Rows of other slots throw away what its product says: so the first factor stays as it is.
-                kept = [jnp.where(is_own[:, None], product, 0) for product in products(read_ups(slot))]
-                return [x + y for x, y in zip(totals, kept, strict=True)]
-
+            added = partial(self._added, slot, parts, totals, is_own)
             return lax.cond(jnp.sum(is_own.astype(jnp.int32)) > 0, added, lambda: totals)
 
-        lowest = jnp.min(jnp.where(which > 0, which, num_slots + 1)) - 1
-        return lax.fori_loop(lowest, jnp.max(which), add, totals)
+        totals: list[Array] = lax.fori_loop(
+            *_slot_range(which, len(self.up)), add, [part.total for part in parts]
+        )
+        return totals
 
-    return lax.cond(shared > 0, add_one, add_several)
+    def _added(
+        self, slot: Array, parts: list[Part], totals: list[Array], is_own: Array | None
+    ) -> list[Array]:
+        """Rows of other slots throw away what its product says: so the first factor stays as it is."""
+        num_ranks = self.up.shape[2]
+        rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
+        inside = None if len(rank) == num_ranks else rank < num_ranks
+
+        def product(part: Part) -> Array:
+            at = part.module * num_ranks + rank
+            own = read_tile(self.ranks, (jnp.int32(0),), self.row, at, inside).astype(self.up.dtype)
+            found = dot(own, read_tile(self.up, (slot,), part.output, rank, inside).T)
+            return found if is_own is None else jnp.where(is_own[:, None], found, 0)
+
+        return [total + product(part) for total, part in zip(totals, parts, strict=True)]
+
+
+def _used(ranks_ref: Any, up_ref: Any, row: Array, whose_refs: Any, parts: list[Part]) -> list[Array]:
+    used = Used(ranks_ref, up_ref, whose_refs[0], whose_refs[1][pl.program_id(0)], row)
+    return lax.cond(used.shared > 0, partial(used.add_one, parts), partial(used.add_several, parts))
 
 
 def _all_spread(ranks_ref: Any, up_ref: Any, row: Array, _: Any, parts: list[Part]) -> list[Array]:
@@ -415,5 +461,5 @@ def _all_spread(ranks_ref: Any, up_ref: Any, row: Array, _: Any, parts: list[Par
     return [lax.fori_loop(0, pl.cdiv(num, depth), partial(add, part), part.total) for part in parts]
 
 
-FORMS = {"used": add_used, "spread": _all_spread}
+FORMS = {"used": _used, "spread": _all_spread}
 KERNELS = AdapterKernels(add_adapters, begin_adapters, join_adapters, slots_first=True)

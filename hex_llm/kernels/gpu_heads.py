@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.attention import KVPages, Projected, QuantizedPages, quantized
-from hex_llm.kernels.gpu_adapters import FEW_ROWS, Part, add_used, of_tile, row_adder, shared_slots
+from hex_llm.kernels.gpu_adapters import FEW_ROWS, Part, Used, row_adder, shared_slots
 from hex_llm.kernels.gpu_launch import index_grid, launched, next_power
 
 Halves = list[Array]  # of heads: the first and the second
@@ -165,45 +165,51 @@ def _tile_kernel(
     here, inside = jnp.minimum(column, half - 1), column < half
     at, mask = index_grid(row, column[None, :]), there[:, None] & inside[None, :]
     from_row, from_column = index_grid(source, here[None, :])
-    if pending_refs is not None:
-        ranks_ref, up_ref, whose_refs = pending_refs
-        whose = of_tile(whose_refs)
-
-    def read(head: Array) -> Halves:
-        """Zeros where there is nothing."""
-        parts = [plgpu.load(qkv_ref.at[from_row, kv_head, head, from_column + i]) for i in (0, half)]
-        parts = [x.astype(jnp.float32) for x in parts]
-        if pending_refs is not None:
-            module = sum(((head >= start).astype(jnp.int32) for start in starts), jnp.int32(0))
-            first = (kv_head * (group + 2) + head) * (2 * half)
-            sums = [Part(x, first + here + i, module) for x, i in zip(parts, (0, half), strict=True)]
-            # In the type in which a product would have been.
-            parts = [x.astype(qkv_ref.dtype) for x in add_used(ranks_ref, up_ref, source, whose, sums)]
-        return [jnp.where(inside[None, :], x.astype(jnp.float32), 0) for x in parts]
-
-    def made(head: Array, norm_ref: Any) -> Halves:
-        parts = read(head)
-        if norm_refs is not None:
-            weights = [plgpu.load(norm_ref.at[here + i]).astype(jnp.float32)[None] for i in (0, half)]
-            parts = _normed(parts, weights, 2 * half, eps, offset, qkv_ref.dtype)
-        return parts if table_refs is None else _turned(parts, *table)
-
-    def make_query(head: Array, _: None) -> None:
-        for start, x in zip((0, half), made(head, norm_refs and norm_refs[0]), strict=True):
-            plgpu.store(q_ref.at[at[0], kv_head, head, at[1] + start], x.astype(q_ref.dtype), mask=mask)
-
-    if table_refs is not None:
-        table = [plgpu.load(ref.at[from_row, from_column]) for ref in table_refs]
-    if group:
-        lax.fori_loop(0, group, make_query, None)
-    k, v = made(jnp.int32(group), norm_refs and norm_refs[1]), read(jnp.int32(group + 1))
     # Where nothing is written, past all slots: interpreted, what is not stored keeps what was there.
     slot = jnp.where(there, plgpu.load(slots_ref.at[source]), len(pages_refs[0]))
-    for i, both in enumerate(_contained(k, v, qkv_ref.dtype)):
-        write(slot, 2 * kv_head + i, both, at[1], mask, half, *pages_refs)
-        if kv_ref is not None:
-            for start, x in zip((0, half), both, strict=True):
-                plgpu.store(kv_ref.at[at[0], kv_head, i, at[1] + start], x, mask=mask)
+    if table_refs is not None:
+        table = [plgpu.load(ref.at[from_row, from_column]) for ref in table_refs]
+
+    def make(add: Callable[[list[Part]], Halves] | None) -> None:
+        def read(head: Array) -> Halves:
+            """Zeros where there is nothing."""
+            parts = [plgpu.load(qkv_ref.at[from_row, kv_head, head, from_column + i]) for i in (0, half)]
+            parts = [x.astype(jnp.float32) for x in parts]
+            if add is not None:
+                module = sum(((head >= start).astype(jnp.int32) for start in starts), jnp.int32(0))
+                first = (kv_head * (group + 2) + head) * (2 * half) + here
+                sums = add([Part(x, first + i, module) for x, i in zip(parts, (0, half), strict=True)])
+                # In the type in which a product would have been.
+                parts = [x.astype(qkv_ref.dtype).astype(jnp.float32) for x in sums]
+            return [jnp.where(inside[None, :], x, 0) for x in parts]
+
+        def made(head: Array, norm_ref: Any) -> Halves:
+            parts = read(head)
+            if norm_refs is not None:
+                weights = [plgpu.load(norm_ref.at[here + i]).astype(jnp.float32)[None] for i in (0, half)]
+                parts = _normed(parts, weights, 2 * half, eps, offset, qkv_ref.dtype)
+            return parts if table_refs is None else _turned(parts, *table)
+
+        def make_query(head: Array, _: None) -> None:
+            for start, x in zip((0, half), made(head, norm_refs and norm_refs[0]), strict=True):
+                plgpu.store(q_ref.at[at[0], kv_head, head, at[1] + start], x.astype(q_ref.dtype), mask=mask)
+
+        if group:
+            lax.fori_loop(0, group, make_query, None)
+        k, v = made(jnp.int32(group), norm_refs and norm_refs[1]), read(jnp.int32(group + 1))
+        for i, both in enumerate(_contained(k, v, qkv_ref.dtype)):
+            write(slot, 2 * kv_head + i, both, at[1], mask, half, *pages_refs)
+            if kv_ref is not None:
+                for start, x in zip((0, half), both, strict=True):
+                    plgpu.store(kv_ref.at[at[0], kv_head, i, at[1] + start], x, mask=mask)
+
+    if pending_refs is None:
+        make(None)
+    else:  # two loops: what a branch holds is not read ahead
+        ranks_ref, up_ref, (which_ref, shared_ref) = pending_refs
+        used = Used(ranks_ref, up_ref, which_ref, shared_ref[pl.program_id(0)], source)
+        pl.when(used.shared > 0)(partial(make, used.add_one))
+        pl.when(used.shared == 0)(partial(make, used.add_several))
     plgpu.store(semaphores_ref.at[row, kv_head], jnp.zeros_like(row), mask=there)
 
 
