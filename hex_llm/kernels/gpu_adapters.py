@@ -121,10 +121,9 @@ def ranks_of_rows(x: Array, down: Array, which: Array, how: Ranking | None = Non
     splits = max(min(how.splits, num_inputs // MIN_SPLIT), 1)
     how = how._replace(rows=_tile_rows(len(x), how.rows), splits=splits)
     out = jax.ShapeDtypeStruct((splits, len(x), num_ranks), x.dtype if splits == 1 else jnp.float32)
-    is_few = len(x) <= FEW_ROWS
-    grid = (pl.cdiv(len(x), how.rows), num_slots if is_few else 3, splits)
-    kernel = partial(_ranks_kernel if is_few else _prompt_ranks_kernel, how=how)
-    result: Array = launched(kernel, grid, out, how.warps, how.stages)(x, down, which)
+    grid = (pl.cdiv(len(x), how.rows), num_slots, splits)
+    call = launched(partial(_ranks_kernel, how=how), grid, out, how.warps, how.stages)
+    result: Array = call(x, down, which)
     return result
 
 
@@ -133,55 +132,13 @@ def _tile_rows(num_rows: int, most: int) -> int:
 
 
 def _ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, how: Ranking) -> None:
-    """Each slot has a program."""
     tile, slot, split = (pl.program_id(axis) for axis in range(3))
+    num_rows, num_inputs = x_ref.shape
+    num_ranks = down_ref.shape[1]
     row = tile * how.rows + lax.iota(jnp.int32, how.rows)
-    is_own = plgpu.load(which_ref.at[jnp.minimum(row, len(x_ref) - 1)]) == slot + 1
-    _rank_slot(x_ref, down_ref, out_ref, slot, split, row, is_own, how)
-
-
-def _prompt_ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, how: Ranking) -> None:
-    """The slot of a tile's first row has a program, that of its last one another, and others, which are
-    between them only where prompts are short, share one."""
-    tile, nth, split = (pl.program_id(axis) for axis in range(3))
-    row = tile * how.rows + lax.iota(jnp.int32, how.rows)
-    which = plgpu.load(which_ref.at[jnp.minimum(row, len(x_ref) - 1)])
-    first, last = which_ref[tile * how.rows], which_ref[jnp.minimum((tile + 1) * how.rows, len(x_ref)) - 1]
-    own = jnp.where(nth == 0, first, jnp.where(last == first, 0, last))
-    is_other = (which > 0) & (which != first) & (which != last)
-
-    def ask(slot: Array, is_own: Array) -> None:
-        _rank_slot(x_ref, down_ref, out_ref, slot, split, row, is_own, how)
-
-    @pl.when((nth < 2) & (own > 0))
-    def ask_own() -> None:
-        ask(own - 1, which == own)
-
-    @pl.when((nth == 2) & (jnp.sum(is_other.astype(jnp.int32)) > 0))
-    def ask_others() -> None:
-        lowest, highest = _slot_range(jnp.where(is_other, which, 0), len(down_ref))
-        lax.fori_loop(lowest, highest, lambda slot, _: ask(slot, is_other & (which == slot + 1)), None)
-
-
-def _slot_range(which: Array, num_slots: int) -> tuple[Array, Array]:
-    """All that some row has lie in it."""
-    return jnp.min(jnp.where(which > 0, which, num_slots + 1)) - 1, jnp.max(which)
-
-
-def _rank_slot(
-    x_ref: Any,
-    down_ref: Any,
-    out_ref: Any,
-    slot: Array,
-    split: Array,
-    row: Array,
-    is_own: Array,
-    how: Ranking,
-) -> None:
-    """Of the rows whose own it is, if there are any."""
-    (num_rows, num_inputs), num_ranks = x_ref.shape, down_ref.shape[1]
     # What is not there is read from somewhere else instead, and not stored.
     source = jnp.minimum(row, num_rows - 1)
+    is_own = plgpu.load(which_ref.at[source]) == slot + 1
 
     @pl.when(jnp.sum(is_own.astype(jnp.int32)) > 0)
     def multiply() -> None:
@@ -393,7 +350,7 @@ class Part(NamedTuple):
 
 
 class Used(NamedTuple):
-    """What the rows of a tile ask, in kernels."""
+    """What the rows of a tile ask, in kernels. Factors are each part's first ones."""
 
     ranks: Any  # [1, T, modules * ranks]
     up: Any  # [slots, outputs, ranks]
@@ -401,44 +358,49 @@ class Used(NamedTuple):
     shared: Array  # the slot that all rows have, as but for few tiles; 0: there is none
     row: Array
 
-    def add_one(self, parts: list[Part]) -> list[Array]:
-        """Where there is a shared one."""
-        return self._added(self.shared - 1, parts, [part.total for part in parts], None)
+    def factors(self, parts: list[Part]) -> list[Array]:
+        rank, inside = self._rank()
+        places = [part.module * self.up.shape[2] + rank for part in parts]
+        own = [read_tile(self.ranks, (jnp.int32(0),), self.row, at, inside) for at in places]
+        return [one.astype(self.up.dtype) for one in own]
 
-    def add_several(self, parts: list[Part]) -> list[Array]:
+    def add_one(self, parts: list[Part], factors: list[Array]) -> list[Array]:
+        """Where there is a shared one."""
+        found = self._products(self.shared - 1, parts, factors)
+        return [part.total + product for part, product in zip(parts, found, strict=True)]
+
+    def add_several(self, parts: list[Part], factors: list[Array]) -> list[Array]:
         """Where there is none."""
         which = plgpu.load(self.which.at[self.row])
 
         def add(slot: Array, totals: list[Array]) -> list[Array]:
             is_own = which == slot + 1
-            added = partial(self._added, slot, parts, totals, is_own)
+
+            def added() -> list[Array]:
+                # Rows of other slots throw away what its product says: so the first factor stays as it is.
+                found = self._products(slot, parts, factors)
+                return [x + jnp.where(is_own[:, None], y, 0) for x, y in zip(totals, found, strict=True)]
+
             return lax.cond(jnp.sum(is_own.astype(jnp.int32)) > 0, added, lambda: totals)
 
-        totals: list[Array] = lax.fori_loop(
-            *_slot_range(which, len(self.up)), add, [part.total for part in parts]
-        )
-        return totals
+        lowest = jnp.min(jnp.where(which > 0, which, len(self.up) + 1)) - 1
+        return list(lax.fori_loop(lowest, jnp.max(which), add, [part.total for part in parts]))
 
-    def _added(
-        self, slot: Array, parts: list[Part], totals: list[Array], is_own: Array | None
-    ) -> list[Array]:
-        """Rows of other slots throw away what its product says: so the first factor stays as it is."""
+    def _products(self, slot: Array, parts: list[Part], factors: list[Array]) -> list[Array]:
+        rank, inside = self._rank()
+        ups = [read_tile(self.up, (slot,), part.output, rank, inside) for part in parts]
+        return [dot(factor, up.T) for factor, up in zip(factors, ups, strict=True)]
+
+    def _rank(self) -> tuple[Array, Array | None]:
         num_ranks = self.up.shape[2]
         rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
-        inside = None if len(rank) == num_ranks else rank < num_ranks
-
-        def product(part: Part) -> Array:
-            at = part.module * num_ranks + rank
-            own = read_tile(self.ranks, (jnp.int32(0),), self.row, at, inside).astype(self.up.dtype)
-            found = dot(own, read_tile(self.up, (slot,), part.output, rank, inside).T)
-            return found if is_own is None else jnp.where(is_own[:, None], found, 0)
-
-        return [total + product(part) for total, part in zip(totals, parts, strict=True)]
+        return rank, None if len(rank) == num_ranks else rank < num_ranks
 
 
 def _used(ranks_ref: Any, up_ref: Any, row: Array, whose_refs: Any, parts: list[Part]) -> list[Array]:
     used = Used(ranks_ref, up_ref, whose_refs[0], whose_refs[1][pl.program_id(0)], row)
-    return lax.cond(used.shared > 0, partial(used.add_one, parts), partial(used.add_several, parts))
+    given = parts, used.factors(parts)
+    return lax.cond(used.shared > 0, partial(used.add_one, *given), partial(used.add_several, *given))
 
 
 def _all_spread(ranks_ref: Any, up_ref: Any, row: Array, _: Any, parts: list[Part]) -> list[Array]:

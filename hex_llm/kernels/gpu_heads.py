@@ -65,7 +65,7 @@ def place_heads(
     aliases = {first + i: i for i in range(len(arrays))}
     settings: Any = {"eps": heads.eps, "offset": heads.offset, "write": write, "starts": starts}
     kernel = partial(_heads_kernel if is_few else _tile_kernel, **settings)
-    grid = num_rows if is_few else pl.cdiv(num_rows, TILE_ROWS), num_kv_heads
+    grid = num_kv_heads, num_rows if is_few else pl.cdiv(num_rows, TILE_ROWS)  # in the order of memory
     call = launched(kernel, grid, out, WARPS, STAGES, aliases)
     (new, *new_scales), new_semaphores, q, kv = call(*given, arrays)
     new = new.reshape(held.shape)
@@ -92,7 +92,7 @@ def _heads_kernel(
     starts: tuple[int, ...],
 ) -> None:
     """What is None is not there."""
-    row, kv_head = pl.program_id(0), pl.program_id(1)
+    kv_head, row = pl.program_id(0), pl.program_id(1)
     group, half = qkv_ref.shape[2] - 2, qkv_ref.shape[3] // 2
     head, column = lax.iota(jnp.int32, next_power(group + 1)), lax.iota(jnp.int32, next_power(half))
     at, inside = index_grid(head, column[None, :]), column < half
@@ -156,9 +156,9 @@ def _tile_kernel(
     starts: tuple[int, ...],
 ) -> None:
     """The same for TILE_ROWS tokens, head by head."""
-    kv_head, num_rows = pl.program_id(1), len(qkv_ref)
+    kv_head, tile, num_rows = pl.program_id(0), pl.program_id(1), len(qkv_ref)
     group, half = qkv_ref.shape[2] - 2, qkv_ref.shape[3] // 2
-    row = pl.program_id(0) * TILE_ROWS + lax.iota(jnp.int32, TILE_ROWS)
+    row = tile * TILE_ROWS + lax.iota(jnp.int32, TILE_ROWS)
     # What is not there is read from somewhere else instead, and not stored.
     source, there = jnp.minimum(row, num_rows - 1), row < num_rows
     column = lax.iota(jnp.int32, next_power(half))
@@ -170,7 +170,7 @@ def _tile_kernel(
     if table_refs is not None:
         table = [plgpu.load(ref.at[from_row, from_column]) for ref in table_refs]
 
-    def make(add: Callable[[list[Part]], Halves] | None) -> None:
+    def make(add: Callable[[list[Part], list[Array]], Halves] | None) -> None:
         def read(head: Array) -> Halves:
             """Zeros where there is nothing."""
             parts = [plgpu.load(qkv_ref.at[from_row, kv_head, head, from_column + i]) for i in (0, half)]
@@ -178,7 +178,8 @@ def _tile_kernel(
             if add is not None:
                 module = sum(((head >= start).astype(jnp.int32) for start in starts), jnp.int32(0))
                 first = (kv_head * (group + 2) + head) * (2 * half) + here
-                sums = add([Part(x, first + i, module) for x, i in zip(parts, (0, half), strict=True)])
+                asked = [Part(x, first + i, module) for x, i in zip(parts, (0, half), strict=True)]
+                sums = add(asked, used.factors(asked))
                 # In the type in which a product would have been.
                 parts = [x.astype(qkv_ref.dtype).astype(jnp.float32) for x in sums]
             return [jnp.where(inside[None, :], x, 0) for x in parts]
@@ -207,7 +208,7 @@ def _tile_kernel(
         make(None)
     else:  # two loops: what a branch holds is not read ahead
         ranks_ref, up_ref, (which_ref, shared_ref) = pending_refs
-        used = Used(ranks_ref, up_ref, which_ref, shared_ref[pl.program_id(0)], source)
+        used = Used(ranks_ref, up_ref, which_ref, shared_ref[tile], source)
         pl.when(used.shared > 0)(partial(make, used.add_one))
         pl.when(used.shared == 0)(partial(make, used.add_several))
     plgpu.store(semaphores_ref.at[row, kv_head], jnp.zeros_like(row), mask=there)
