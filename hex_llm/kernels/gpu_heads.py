@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,55 @@ def write_kv(k: Array, v: Array, pages: KVPages, slots: Array) -> tuple[KVPages,
     return place_heads(Projected(jnp.stack([k, v], axis=2)), pages, slots)[2:]
 
 
+class Inputs(NamedTuple):
+    """What `place_heads` hands to a kernel, which sees refs in their places. What is None is not there."""
+
+    slots: Any  # [T]
+    qkv: Any  # [T, K, G + 2, H]
+    norms: Any  # of queries and of keys, [H]
+    table: Any  # cos and sin [T, H / 2]
+    pending: Any  # ranks, second factors [slots, outputs, ranks], and whose ranks rows have
+    pages: Any  # [slots, K * 2 * H]; of quantized ones half as wide, and scales [N, 2, K, block]
+
+
+class Outputs(NamedTuple):
+    pages: Any  # in place of the inputs'
+    semaphores: Any  # [T, K]
+    q: Any = None  # [T, K, G, H]
+    kv: Any = None  # [T, K, 2, H]
+
+
+class Program(NamedTuple):
+    inputs: Inputs
+    outputs: Outputs
+    kv_head: Array
+    eps: float
+    offset: float
+    write: Callable[..., None]
+    starts: tuple[int, ...]  # of the modules of adapters, among the heads
+
+    @property
+    def group(self) -> int:
+        return self.inputs.qkv.shape[2] - 2
+
+    @property
+    def half(self) -> int:
+        return self.inputs.qkv.shape[3] // 2
+
+
+class Tile(NamedTuple):
+    """The tokens of a program of prompts."""
+
+    source: Array  # [R] what is not there is read from somewhere else instead, and not stored
+    here: Array  # [C] columns of half a head, likewise
+    inside: Array  # [C]
+    slot: Array  # [R]
+    source_at: tuple[Array, Array]  # [R, C] rows and columns that are read
+    at: tuple[Array, Array]  # and that are stored
+    mask: Array  # [R, C] whether they are there
+    table: Halves | None
+
+
 def place_heads(
     heads: Projected, pages: KVPages, slots: Array, keep: bool = False
 ) -> tuple[Any, Any, KVPages, Array]:
@@ -52,48 +101,37 @@ def place_heads(
         return jax.ShapeDtypeStruct((num_rows, num_kv_heads, num, head_dim), heads.qkv.dtype) if num else None
 
     semaphores = jax.ShapeDtypeStruct((num_rows, num_kv_heads), jnp.int32)
-    out = [arrays, semaphores, made(num_heads - 2), made(2 * keep)]
     is_few = num_rows <= FEW_ROWS
-    pending: Any = None
-    starts: tuple[int, ...] = ()
-    if heads.pending is not None:
-        ranks, up, (_, starts), which = heads.pending
-        whose = which if is_few else (which, shared_slots(which, TILE_ROWS))
-        pending = ranks, up.reshape(len(up), -1, up.shape[-1]), whose
-    given = slots, heads.qkv, heads.norms, heads.table, pending
-    first = len(jax.tree.leaves(given))
+    pending, starts = _pending_of(heads, is_few)
+    inputs = Inputs(slots, heads.qkv, heads.norms, heads.table, pending, arrays)
+    first = len(jax.tree.leaves(inputs)) - len(arrays)
     aliases = {first + i: i for i in range(len(arrays))}
     settings: Any = {"eps": heads.eps, "offset": heads.offset, "write": write, "starts": starts}
-    kernel = partial(_heads_kernel if is_few else _tile_kernel, **settings)
+    kernel = partial(_token_kernel if is_few else _tile_kernel, **settings)
     grid = num_kv_heads, num_rows if is_few else pl.cdiv(num_rows, TILE_ROWS)  # in the order of memory
-    call = launched(kernel, grid, out, WARPS, STAGES, aliases)
-    (new, *new_scales), new_semaphores, q, kv = call(*given, arrays)
-    new = new.reshape(held.shape)
+    outputs = Outputs(arrays, semaphores, made(num_heads - 2), made(2 * keep))
+    [out] = launched(kernel, grid, [outputs], WARPS, STAGES, aliases)(inputs)
+    new = out.pages[0].reshape(held.shape)
     if isinstance(pages, QuantizedPages):
-        new = replace(pages, words=new, scales=new_scales[0])
-    return q, kv, new, new_semaphores
+        new = replace(pages, words=new, scales=out.pages[1])
+    return out.q, out.kv, new, out.semaphores
 
 
-def _heads_kernel(
-    slots_ref: Any,
-    qkv_ref: Any,
-    norm_refs: Any,
-    table_refs: Any,
-    pending_refs: Any,
-    _: Any,
-    pages_refs: Any,
-    semaphores_ref: Any,
-    q_ref: Any,
-    kv_ref: Any,
-    *,
-    eps: float,
-    offset: float,
-    write: Callable[..., None],
-    starts: tuple[int, ...],
-) -> None:
-    """What is None is not there."""
-    kv_head, row = pl.program_id(0), pl.program_id(1)
-    group, half = qkv_ref.shape[2] - 2, qkv_ref.shape[3] // 2
+def _pending_of(heads: Projected, is_few: bool) -> tuple[Any, tuple[int, ...]]:
+    """As a kernel gets it, and where modules begin."""
+    if heads.pending is None:
+        return None, ()
+    ranks, up, (_, starts), which = heads.pending
+    whose = which if is_few else (which, shared_slots(which, TILE_ROWS))
+    return (ranks, up.reshape(len(up), -1, up.shape[-1]), whose), starts
+
+
+# ---- token by token
+
+
+def _token_kernel(inputs: Inputs, outputs: Outputs, **settings: Any) -> None:
+    program = Program(inputs, outputs, pl.program_id(0), **settings)
+    row, kv_head, group, half = pl.program_id(1), program.kv_head, program.group, program.half
     head, column = lax.iota(jnp.int32, next_power(group + 1)), lax.iota(jnp.int32, next_power(half))
     at, inside = index_grid(head, column[None, :]), column < half
 
@@ -102,126 +140,144 @@ def _heads_kernel(
         return [plgpu.load(ref.at[place], mask=mask, other=0).astype(jnp.float32) for place in places]
 
     # The key lies behind its queries, and is one of them until it is written.
-    qk = halves(qkv_ref, (row, kv_head, at[0]), at[1], (head <= group)[:, None] & inside[None, :])
-    v = halves(qkv_ref, (row, kv_head, group + 1), column, inside)
-    if pending_refs is not None:
-        ranks_ref, up_ref, which_ref = pending_refs
-
-        def add(parts: Halves, head: Array) -> Halves:
-            """In the type in which a product would have been."""
-            module = sum(((head >= start).astype(jnp.int32) for start in starts), jnp.zeros_like(head))
-            added = row_adder(ranks_ref, up_ref, which_ref, row, module)
-            first = ((kv_head * (group + 2) + head) * (2 * half))[..., None]
-            outputs = [first + jnp.minimum(column, half - 1) + start for start in (0, half)]
-            sums = [x + jnp.where(inside, added(output), 0) for x, output in zip(parts, outputs, strict=True)]
-            return [x.astype(qkv_ref.dtype).astype(jnp.float32) for x in sums]
-
-        qk, v = add(qk, jnp.minimum(head, group)), add(v, jnp.int32(group + 1))
-    if norm_refs is not None:
-        of_q, of_k = (halves(ref, (), column, inside) for ref in norm_refs)
+    qk = halves(inputs.qkv, (row, kv_head, at[0]), at[1], (head <= group)[:, None] & inside[None, :])
+    v = halves(inputs.qkv, (row, kv_head, group + 1), column, inside)
+    if inputs.pending is not None:
+        qk = _with_adapter(program, row, jnp.minimum(head, group), column, qk)
+        v = _with_adapter(program, row, jnp.int32(group + 1), column, v)
+    if inputs.norms is not None:
+        of_q, of_k = (halves(ref, (), column, inside) for ref in inputs.norms)
         weights = [jnp.where((head < group)[:, None], *both) for both in zip(of_q, of_k, strict=True)]
-        qk = _normed(qk, weights, 2 * half, eps, offset, qkv_ref.dtype)
-    if table_refs is not None:
-        qk = _turned(qk, *(plgpu.load(ref.at[row, column], mask=inside, other=0)[None] for ref in table_refs))
-    if q_ref is not None:
+        qk = _normed(program, qk, weights)
+    if inputs.table is not None:
+        table = [plgpu.load(ref.at[row, column], mask=inside, other=0)[None] for ref in inputs.table]
+        qk = _turned(qk, *table)
+    if outputs.q is not None:
         for start, x in zip((0, half), qk, strict=True):
             mask = (head < group)[:, None] & inside[None, :]
             # What is not stored would have another place here, where nothing is.
             place = row, kv_head, jnp.where(mask, at[0], group), at[1] + start
-            plgpu.store(q_ref.at[place], x.astype(q_ref.dtype), mask=mask)
+            plgpu.store(outputs.q.at[place], x.astype(outputs.q.dtype), mask=mask)
     k = [jnp.sum(jnp.where((head == group)[:, None], x, 0), axis=0) for x in qk]
-    for i, both in enumerate(_contained(k, v, qkv_ref.dtype)):
-        write(slots_ref[row], 2 * kv_head + i, both, column, inside, half, *pages_refs)
-        if kv_ref is not None:
-            for start, x in zip((0, half), both, strict=True):
-                plgpu.store(kv_ref.at[row, kv_head, i, column + start], x, mask=inside)
-    semaphores_ref[row, kv_head] = 0
+    _store_kv(program, inputs.slots[row], row, column, inside, k, v)
+    outputs.semaphores[row, kv_head] = 0
 
 
-def _tile_kernel(
-    slots_ref: Any,
-    qkv_ref: Any,
-    norm_refs: Any,
-    table_refs: Any,
-    pending_refs: Any,
-    _: Any,
-    pages_refs: Any,
-    semaphores_ref: Any,
-    q_ref: Any,
-    kv_ref: Any,
-    *,
-    eps: float,
-    offset: float,
-    write: Callable[..., None],
-    starts: tuple[int, ...],
-) -> None:
-    """The same for TILE_ROWS tokens, head by head."""
-    kv_head, tile, num_rows = pl.program_id(0), pl.program_id(1), len(qkv_ref)
-    group, half = qkv_ref.shape[2] - 2, qkv_ref.shape[3] // 2
-    row = tile * TILE_ROWS + lax.iota(jnp.int32, TILE_ROWS)
-    # What is not there is read from somewhere else instead, and not stored.
-    source, there = jnp.minimum(row, num_rows - 1), row < num_rows
-    column = lax.iota(jnp.int32, next_power(half))
-    here, inside = jnp.minimum(column, half - 1), column < half
-    at, mask = index_grid(row, column[None, :]), there[:, None] & inside[None, :]
-    from_row, from_column = index_grid(source, here[None, :])
-    # Where nothing is written, past all slots: interpreted, what is not stored keeps what was there.
-    slot = jnp.where(there, plgpu.load(slots_ref.at[source]), len(pages_refs[0]))
-    if table_refs is not None:
-        table = [plgpu.load(ref.at[from_row, from_column]) for ref in table_refs]
+def _with_adapter(program: Program, row: Array, head: Array, column: Array, parts: Halves) -> Halves:
+    """What the row's own adds to these heads."""
+    ranks_ref, up_ref, which_ref = program.inputs.pending
+    half, inside = program.half, column < program.half
+    added = row_adder(ranks_ref, up_ref, which_ref, row, _module_of(program, head))
+    first = ((program.kv_head * (program.group + 2) + head) * (2 * half))[..., None]
+    outputs = [first + jnp.minimum(column, half - 1) + start for start in (0, half)]
+    sums = [x + jnp.where(inside, added(output), 0) for x, output in zip(parts, outputs, strict=True)]
+    return _as_product(program, sums)
 
-    def make(add: Callable[[list[Part], list[Array]], Halves] | None) -> None:
-        def read(head: Array) -> Halves:
-            """Zeros where there is nothing."""
-            parts = [plgpu.load(qkv_ref.at[from_row, kv_head, head, from_column + i]) for i in (0, half)]
-            parts = [x.astype(jnp.float32) for x in parts]
-            if add is not None:
-                module = sum(((head >= start).astype(jnp.int32) for start in starts), jnp.int32(0))
-                first = (kv_head * (group + 2) + head) * (2 * half) + here
-                asked = [Part(x, first + i, module) for x, i in zip(parts, (0, half), strict=True)]
-                sums = add(asked, used.factors(asked))
-                # In the type in which a product would have been.
-                parts = [x.astype(qkv_ref.dtype).astype(jnp.float32) for x in sums]
-            return [jnp.where(inside[None, :], x, 0) for x in parts]
 
-        def made(head: Array, norm_ref: Any) -> Halves:
-            parts = read(head)
-            if norm_refs is not None:
-                weights = [plgpu.load(norm_ref.at[here + i]).astype(jnp.float32)[None] for i in (0, half)]
-                parts = _normed(parts, weights, 2 * half, eps, offset, qkv_ref.dtype)
-            return parts if table_refs is None else _turned(parts, *table)
+# ---- in tiles of tokens, head by head
 
-        def make_query(head: Array, _: None) -> None:
-            for start, x in zip((0, half), made(head, norm_refs and norm_refs[0]), strict=True):
-                plgpu.store(q_ref.at[at[0], kv_head, head, at[1] + start], x.astype(q_ref.dtype), mask=mask)
 
-        if group:
-            lax.fori_loop(0, group, make_query, None)
-        k, v = made(jnp.int32(group), norm_refs and norm_refs[1]), read(jnp.int32(group + 1))
-        for i, both in enumerate(_contained(k, v, qkv_ref.dtype)):
-            write(slot, 2 * kv_head + i, both, at[1], mask, half, *pages_refs)
-            if kv_ref is not None:
-                for start, x in zip((0, half), both, strict=True):
-                    plgpu.store(kv_ref.at[at[0], kv_head, i, at[1] + start], x, mask=mask)
-
-    if pending_refs is None:
-        make(None)
+def _tile_kernel(inputs: Inputs, outputs: Outputs, **settings: Any) -> None:
+    program, nth = Program(inputs, outputs, pl.program_id(0), **settings), pl.program_id(1)
+    row = nth * TILE_ROWS + lax.iota(jnp.int32, TILE_ROWS)
+    there = row < len(inputs.qkv)
+    tile = _tile_of(program, row, there)
+    if inputs.pending is None:
+        _make_heads(program, tile)
     else:  # two loops: what a branch holds is not read ahead
-        ranks_ref, up_ref, (which_ref, shared_ref) = pending_refs
-        used = Used(ranks_ref, up_ref, which_ref, shared_ref[tile], source)
-        pl.when(used.shared > 0)(partial(make, used.add_one))
-        pl.when(used.shared == 0)(partial(make, used.add_several))
-    plgpu.store(semaphores_ref.at[row, kv_head], jnp.zeros_like(row), mask=there)
+        ranks_ref, up_ref, (which_ref, shared_ref) = inputs.pending
+        used = Used(ranks_ref, up_ref, which_ref, shared_ref[nth], tile.source)
+        pl.when(used.shared > 0)(lambda: _make_heads(program, tile, used, used.add_one))
+        pl.when(used.shared == 0)(lambda: _make_heads(program, tile, used, used.add_several))
+    plgpu.store(outputs.semaphores.at[row, program.kv_head], jnp.zeros_like(row), mask=there)
 
 
-def _normed(parts: Halves, weights: Halves, width: int, eps: float, offset: float, dtype: Any) -> Halves:
-    mean = sum(jnp.sum(x * x, axis=1, keepdims=True) for x in parts) / width
-    normed = [x * lax.rsqrt(mean + eps) * (w + offset) for x, w in zip(parts, weights, strict=True)]
-    return [x.astype(dtype).astype(jnp.float32) for x in normed]
+def _tile_of(program: Program, row: Array, there: Array) -> Tile:
+    inputs, half = program.inputs, program.half
+    source, column = jnp.minimum(row, len(inputs.qkv) - 1), lax.iota(jnp.int32, next_power(half))
+    # Where nothing is written, past all slots: interpreted, what is not stored keeps what was there.
+    slot = jnp.where(there, plgpu.load(inputs.slots.at[source]), len(program.outputs.pages[0]))
+    at, inside = index_grid(row, column[None, :]), column < half
+    mask, here = there[:, None] & inside[None, :], jnp.minimum(column, half - 1)
+    source_at = index_grid(source, here[None, :])
+    table = None if inputs.table is None else [plgpu.load(ref.at[source_at]) for ref in inputs.table]
+    return Tile(source, here, inside, slot, source_at, at, mask, table)
+
+
+def _make_heads(program: Program, tile: Tile, used: Used | None = None, add: Any = None) -> None:
+    """`add`: the way of `used` in which adapters add to the tile."""
+    inputs, q_ref, group = program.inputs, program.outputs.q, program.group
+
+    def made(head: Array, norm_ref: Any) -> Halves:
+        parts = _read_head(program, tile, head, used, add)
+        if norm_ref is not None:
+            places = [tile.here + start for start in (0, program.half)]
+            weights = [plgpu.load(norm_ref.at[place]).astype(jnp.float32)[None] for place in places]
+            parts = _normed(program, parts, weights)
+        return parts if tile.table is None else _turned(parts, *tile.table)
+
+    def make_query(head: Array, _: None) -> None:
+        for start, x in zip((0, program.half), made(head, of_q), strict=True):
+            place = tile.at[0], program.kv_head, head, tile.at[1] + start
+            plgpu.store(q_ref.at[place], x.astype(q_ref.dtype), mask=tile.mask)
+
+    of_q, of_k = (None, None) if inputs.norms is None else inputs.norms
+    if group:
+        lax.fori_loop(0, group, make_query, None)
+    k = made(jnp.int32(group), of_k)
+    v = _read_head(program, tile, jnp.int32(group + 1), used, add)
+    _store_kv(program, tile.slot, *tile.at, tile.mask, k, v)
+
+
+def _read_head(program: Program, tile: Tile, head: Array, used: Used | None, add: Any) -> Halves:
+    """With what adapters add, zeros where there is nothing."""
+    qkv_ref, kv_head, half = program.inputs.qkv, program.kv_head, program.half
+    row, column = tile.source_at
+    parts = [plgpu.load(qkv_ref.at[row, kv_head, head, column + i]) for i in (0, half)]
+    parts = [x.astype(jnp.float32) for x in parts]
+    if used is not None:
+        first = (kv_head * (program.group + 2) + head) * (2 * half) + tile.here
+        module = _module_of(program, head)
+        asked = [Part(x, first + i, module) for x, i in zip(parts, (0, half), strict=True)]
+        parts = _as_product(program, add(asked, used.factors(asked)))
+    return [jnp.where(tile.inside[None, :], x, 0) for x in parts]
+
+
+# ---- what both do
+
+
+def _module_of(program: Program, head: Array) -> Array:
+    """Of adapters."""
+    return sum(((head >= start).astype(jnp.int32) for start in program.starts), jnp.zeros_like(head))
+
+
+def _as_product(program: Program, sums: Halves) -> Halves:
+    """In the type in which a product would have been."""
+    return [x.astype(program.inputs.qkv.dtype).astype(jnp.float32) for x in sums]
+
+
+def _normed(program: Program, parts: Halves, weights: Halves) -> Halves:
+    mean = sum(jnp.sum(x * x, axis=1, keepdims=True) for x in parts) / (2 * program.half)
+    factor = lax.rsqrt(mean + program.eps)
+    normed = [x * factor * (w + program.offset) for x, w in zip(parts, weights, strict=True)]
+    return _as_product(program, normed)
 
 
 def _turned(parts: Halves, cos: Array, sin: Array) -> Halves:
     return [parts[0] * cos - parts[1] * sin, parts[1] * cos + parts[0] * sin]
+
+
+def _store_kv(
+    program: Program, slot: Array, row: Array, column: Array, mask: Array, k: Halves, v: Halves
+) -> None:
+    """In pages, and by row if they are kept. Of one token, [C], or of some, [R, C]."""
+    kv_ref, half = program.outputs.kv, program.half
+    for i, both in enumerate(_contained(k, v, program.inputs.qkv.dtype)):
+        which = 2 * program.kv_head + i
+        program.write(slot, which, both, column, mask, half, *program.outputs.pages)
+        if kv_ref is not None:
+            for start, x in zip((0, half), both, strict=True):
+                plgpu.store(kv_ref.at[row, program.kv_head, i, column + start], x, mask=mask)
 
 
 def _contained(k: Halves, v: Halves, dtype: Any) -> tuple[Halves, Halves]:
@@ -235,7 +291,7 @@ def _contained(k: Halves, v: Halves, dtype: Any) -> tuple[Halves, Halves]:
 def _write_plain(
     slot: Array, which: Array, values: Halves, column: Array, mask: Array, half: int, pages_ref: Any
 ) -> None:
-    """`which`: of the keys and values of all heads, in turns. Of one token, [C], or of some, [R, C]."""
+    """`which`: of the keys and values of all heads, in turns."""
     for start, x in zip((0, half), values, strict=True):
         place = _beside(slot, column), (2 * which) * half + start + column
         plgpu.store(pages_ref.at[place], x.astype(pages_ref.dtype), mask=mask)

@@ -73,7 +73,7 @@ class Cache(NamedTuple):
 
     pages: KVPages
     tables: Array  # [R, B]
-    semaphores: Array  # [T, K], see gpu_write.py
+    semaphores: Array  # [T, K], see gpu_heads.py
 
 
 class WorkItem(NamedTuple):
