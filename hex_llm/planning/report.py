@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -12,6 +13,7 @@ from hex_llm.planning.plan import RULE_CHIP, RULE_GB, TYPES, Option, Plan, least
 
 TEMPLATES = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
 IMAGE = "REGION-docker.pkg.dev/PROJECT/REPOSITORY/hex-llm:{platform}"
+LONGEST_NAME = 40  # of a pool of nodes
 COLUMNS = (
     "",
     "slice",
@@ -46,9 +48,11 @@ def values_of(plan: Plan, option: Option, **given: Any) -> dict[str, Any]:
     model = plan.model.config.model or ""
     model = "MODEL" if model.endswith(".json") else model
     name = Path(_name(plan)).name.removesuffix(".json")
+    # What Google Cloud allows as the name of a machine or a pool of them.
+    resource = re.sub(r"[^a-z0-9]+", "-", f"hex-{name}".lower()).strip("-")[:LONGEST_NAME].rstrip("-")
     gpu = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(GPU_SHARE)} if chip.platform == "gpu" else {}
     environment = {
-        "MODEL_ID": model or name,
+        **({"MODEL_ID": model} if model else {}),
         "DEPLOY_SOURCE": "hex-llm",
         **gpu,
         **given.pop("environment", {}),
@@ -63,8 +67,9 @@ def values_of(plan: Plan, option: Option, **given: Any) -> dict[str, Any]:
     defaults = {"project": "PROJECT", "region": "REGION", "service_account": None, "image": IMAGE}
     values = {**vars(chip), **defaults, "min_replicas": 1, "max_replicas": 1, **given}
     return values | {
-        "model": shlex.quote(model) if model else "",
+        "model": f"{shlex.quote(model)} " if model else "",
         "name": name,
+        "resource": resource,
         "image": values["image"].format(platform=chip.platform),
         "flags": shlex.join(flags),
         "args": args,

@@ -349,7 +349,12 @@ def routes(backend: Backend, metrics: Metrics) -> APIRouter:
     @router.get("/stats")
     async def stats() -> dict[str, Any]:
         """The state of the engines in a few numbers."""
-        about = {"model": backend.model_name, "max_model_len": backend.max_len, "version": __version__}
+        about = {
+            "model": backend.model_name,
+            "max_model_len": backend.max_len,
+            "sampling_defaults": dict(backend.sampling_defaults),
+            "version": __version__,
+        }
         tokens_per_s = await metrics.sum_of("hex_llm:tokens_per_second", metrics.tokens_per_s())
         return {**metrics.now(), "tokens_per_s": tokens_per_s, **about}
 

@@ -55,6 +55,15 @@ def test_every_setting_reaches_the_engine(open_page: Open, url: str, backend: Sc
     assert backend.asked[1].params.n == 1
 
 
+def test_what_is_not_set_is_shown_as_the_server_has_it(open_page: Open, url: str, backend: ScriptedBackend):
+    backend.sampling_defaults = {"temperature": 0.2, "max_tokens": 50}
+    page = open_page(url)
+    page.wait_for_selector("[name=temperature][placeholder='0.2']")
+    assert page.input_value("#knob-temperature ~ input[type=range]") == "0.2"
+    assert page.get_attribute("[name=max_tokens]", "placeholder") == "50"
+    assert page.get_attribute("[name=top_p]", "placeholder") == "1"
+
+
 def test_formats(open_page: Open, url: str, backend: ScriptedBackend):
     page = open_page(url)
     page.eval_on_selector("[name=format]", "input => input.closest('details').open = true")

@@ -253,6 +253,14 @@ def test_the_text_has_all_of_it(config: Callable[[str], str], capsys: pytest.Cap
         assert part in text, part
 
 
+def test_the_commands_of_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--on=L4"]) == 0
+    text = capsys.readouterr().out
+    assert "hex-llm serve --tensor_parallel_size=1" in text
+    assert "gcloud compute instances create hex-smollm2-135m-instruct --zone" in text
+    assert "MODEL_ID" not in text  # it would be looked for on the hub
+
+
 def test_a_file_of_machines_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (own := tmp_path / "own.toml").write_text('[x]\nplatform = "tpu"\nhbm = -1\n')
     assert main(["plan", "--machines", str(own)]) == 2

@@ -225,6 +225,7 @@ def test_apps_do_not_share_their_numbers() -> None:
                 ],
                 "model": "fake",
                 "max_model_len": 4096,
+                "sampling_defaults": {},
             },
         ),
     ],

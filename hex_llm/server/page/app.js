@@ -138,7 +138,8 @@ const STATES = { ready: "ready", loading: "loading", locked: "needs a key", away
 
 watch($("stats"), {
   key: () => knobs.values.key,
-  onModel: (name) => {
+  onModel: (name, { sampling_defaults }) => {
+    knobs.setDefaults(sampling_defaults ?? {});
     if (model === name) return;
     model = name;
     $("model").textContent = name;

@@ -108,7 +108,15 @@ export class Knobs extends EventTarget {
   constructor(container) {
     super();
     this.values = stored("hex.knobs", {});
+    this.defaults = {};
     this.container = container;
+    this.draw();
+  }
+
+  /** By name: what the server takes where a request says nothing. */
+  setDefaults(defaults) {
+    if (JSON.stringify(defaults) === JSON.stringify(this.defaults)) return;
+    this.defaults = defaults;
     this.draw();
   }
 
@@ -156,7 +164,7 @@ export class Knobs extends EventTarget {
           open[event.target.open ? "add" : "delete"](title);
           store("hex.open", [...open]);
         };
-        const rows = knobs.map((knob) => this.row(knob));
+        const rows = knobs.map((knob) => this.row({ ...knob, initial: this.defaults[knob.name] ?? knob.initial }));
         return h("details", { open: open.has(title), ontoggle: remember }, h("summary", {}, title), ...rows);
       }),
     );
