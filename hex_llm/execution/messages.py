@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from hex_llm.parallel.links import Keys
 from hex_llm.scheduling.limits import StepLimits
 from hex_llm.types import TokenLogprobs
 
@@ -28,10 +29,10 @@ class Tensor(msgspec.Struct, array_like=True):
 
 
 class MoveKeys(msgspec.Struct, array_like=True):
-    """Of who takes in, and of who sends: public, secret."""
+    """Of who takes in, and of who sends."""
 
-    inlet: tuple[bytes, bytes]
-    outlet: tuple[bytes, bytes]
+    inlet: Keys
+    outlet: Keys
 
     @classmethod
     def make(cls) -> MoveKeys:

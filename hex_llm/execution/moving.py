@@ -17,12 +17,11 @@ import jax
 import msgspec
 import numpy as np
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from hex_llm.execution.messages import Address, MoveKeys
 from hex_llm.execution.programs import Pages
 from hex_llm.execution.runner import Runner, move_size
-from hex_llm.parallel.links import MAX_GREETING, Allowed, bound, configure
+from hex_llm.parallel.links import MAX_GREETING, bound, configure, encrypt_client, encrypt_server, guarded
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +66,10 @@ class Post:
         self._dropped: set[int] = set()
         self._outlets: dict[int, Outlet] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._guard = ThreadAuthenticator(self._context)
-        self._guard.start()
-        self._guard.configure_curve_callback(credentials_provider=Allowed(keys.outlet[0]))
+        self._guard = guarded(self._context, keys.outlet[0])
         self._inlet = self._context.socket(zmq.PULL)
         configure(self._inlet, max(form.max_bytes for form in self._forms.values()))
-        self._inlet.curve_server = True
-        self._inlet.curve_publickey, self._inlet.curve_secretkey = keys.inlet
+        encrypt_server(self._inlet, keys.inlet)
         self.url = bound(self._inlet, host)
         threading.Thread(target=self._receive, name="inlet", daemon=True).start()
 
@@ -166,8 +162,7 @@ class Outlet:
             socket.set(zmq.SNDHWM, FRAMES)
             socket.set(zmq.SNDTIMEO, SEND_MS)
             socket.set(zmq.IMMEDIATE, 1)  # nothing waits for a process that has never answered
-            socket.curve_serverkey = self._keys.inlet[0]
-            socket.curve_publickey, socket.curve_secretkey = self._keys.outlet
+            encrypt_client(socket, self._keys.inlet[0], self._keys.outlet)
             socket.connect(self.url)
             while (parcel := self._parcels.get()) is not None:
                 try:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from hex_llm.cluster import agreed_facts, difference, parts_of, port_of
@@ -36,7 +35,7 @@ from hex_llm.frontend.client import WORKER
 from hex_llm.ipc import protocol
 from hex_llm.ipc.children import environment, kill_family, private_folder
 from hex_llm.ipc.pulse import BEAT_S, Watch
-from hex_llm.parallel.links import SILENT_S, Allowed
+from hex_llm.parallel.links import SILENT_S, Keys, encrypt_client, encrypt_server, guarded
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ MAX_FRAME = protocol.MAX_REPORT  # who gets it in the end may take less
 GROUP = (sys.executable, "-P", "-m", "hex_llm.engine.group_worker")
 
 Socket = zmq.Socket[bytes]
-Keys = tuple[bytes, bytes]  # public, secret
 
 
 def keys_of(secret: str | None) -> tuple[Keys, Keys]:
@@ -140,13 +138,10 @@ class StandIn:
 
     def _listening(self, config: EngineConfig, at_end: ExitStack) -> Socket:
         own, theirs = keys_of(config.cluster_key)
-        guard = ThreadAuthenticator(self._sockets.context)
-        guard.start()
-        at_end.callback(guard.stop)
-        guard.configure_curve_callback(credentials_provider=Allowed(theirs[0]))
+        at_end.callback(guarded(self._sockets.context, theirs[0]).stop)
         there = self._sockets.open(zmq.ROUTER, MAX_FRAME)
         there.set(zmq.ROUTER_MANDATORY, 1)  # what is sent to a host that is gone fails
-        there.curve_server, (there.curve_publickey, there.curve_secretkey) = True, own
+        encrypt_server(there, own)
         port = port_of(config, self._index)
         try:
             there.bind(f"tcp://*:{port}")
@@ -267,8 +262,7 @@ class Lender:
         sockets = Sockets()
         theirs, own = self._keys
         there = sockets.open(zmq.DEALER, MAX_FRAME)
-        there.curve_serverkey = theirs[0]
-        there.curve_publickey, there.curve_secretkey = own
+        encrypt_client(there, theirs[0], own)
         there.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         lost = there.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         there.connect(f"tcp://{self._host}:{port_of(self._config, self._index)}")

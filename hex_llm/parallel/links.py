@@ -28,13 +28,14 @@ HERE = b"here"
 END = b""
 
 Socket = zmq.Socket[bytes]
+Keys = tuple[bytes, bytes]  # public, secret
 
 
 class Invitation(msgspec.Struct, array_like=True):
     address: str
     beats_address: str
     leader_key: bytes
-    follower_key: tuple[bytes, bytes]  # public, secret: one for all
+    follower_key: Keys  # one for all
 
 
 class Leader:
@@ -44,20 +45,18 @@ class Leader:
         self._names = [_name(1 + i) for i in range(num_followers)]
         keys, follower_key = zmq.curve_keypair(), zmq.curve_keypair()
         self._context: zmq.Context[Socket] = zmq.Context()
-        self._guard = ThreadAuthenticator(self._context)
-        self._guard.start()
-        self._guard.configure_curve_callback(credentials_provider=Allowed(follower_key[0]))
+        self._guard = guarded(self._context, follower_key[0])
         self._socket, self._beats = (self._listening(keys) for _ in range(2))
         address, beats_address = bound(self._socket, host), bound(self._beats, host)
         asked = Invitation(address, beats_address, keys[0], follower_key)
         self.invitation = msgspec.msgpack.encode(asked)
         self._watch = Watch(self._beats, self._names)
 
-    def _listening(self, keys: tuple[bytes, bytes]) -> Socket:
+    def _listening(self, keys: Keys) -> Socket:
         socket = self._context.socket(zmq.ROUTER)
         configure(socket, MAX_GREETING)
         socket.set(zmq.ROUTER_MANDATORY, 1)  # what is sent to a host that is gone fails
-        socket.curve_server, (socket.curve_publickey, socket.curve_secretkey) = True, keys
+        encrypt_server(socket, keys)
         return socket
 
     def await_followers(self, timeout_s: float) -> None:
@@ -108,8 +107,7 @@ class Follower:
         socket = self._context.socket(zmq.DEALER)
         configure(socket, MAX_FRAME)
         socket.setsockopt(zmq.IDENTITY, _name(index))
-        socket.curve_serverkey = asked.leader_key
-        socket.curve_publickey, socket.curve_secretkey = asked.follower_key
+        encrypt_client(socket, asked.leader_key, asked.follower_key)
         return socket
 
     def on_loss(self, call: Callable[[], None]) -> None:
@@ -121,6 +119,22 @@ class Follower:
         self.socket.close(0)
         self._beats.close(0)
         self._context.term()
+
+
+def guarded(context: zmq.Context[Socket], client_key: bytes) -> ThreadAuthenticator:
+    """Only who has this key may connect to the context's encrypted sockets, from now on; to be stopped."""
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    guard.configure_curve_callback(credentials_provider=Allowed(client_key))
+    return guard
+
+
+def encrypt_server(socket: Socket, own: Keys) -> None:
+    socket.curve_server, (socket.curve_publickey, socket.curve_secretkey) = True, own
+
+
+def encrypt_client(socket: Socket, server_key: bytes, own: Keys) -> None:
+    socket.curve_serverkey, (socket.curve_publickey, socket.curve_secretkey) = server_key, own
 
 
 class Allowed:
