@@ -36,6 +36,8 @@ from hex_llm.kernels.attention import LARGEST, AttentionKernels, Batch, KVPages,
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import ExpertKernels
 from hex_llm.kernels.gpu_launch import MIN_DOT
+from hex_llm.kernels.gpu_quantized import QuantizedWords
+from hex_llm.kernels.sharded import by_device, sharded
 from hex_llm.kernels.tpu_quantized import QuantizedColumns
 from hex_llm.models.adapters import add_by_all
 from hex_llm.models.linear import Dense
@@ -121,19 +123,26 @@ def _can_multiply(form: Form, routed: bool, spec: ModelSpec, devices: Devices) -
     if not form.group and not routed:
         return devices.dtype != np.float32
     fits = not routed or gpu_experts.can_fuse(spec.activation, devices.dtype)
-    words = form.bits, form.group, devices.dtype, form.is_float
-    return devices.num == 1 and fits and gpu_quantized.can_multiply(*words)
+    return fits and gpu_quantized.can_multiply(form.bits, form.group, devices.dtype, form.is_float)
 
 
 def _for_gpus(part: Any) -> Any:
     """A matrix that was loaded as `_can_multiply` allows, or routed experts."""
     if isinstance(part, FeedForward):
         shared = jax.tree.map(_for_gpus, part.shared, is_leaf=_is_matrix)
-        return replace(part, gate_up=in_words(part.gate_up), down=in_words(part.down), shared=shared)
+        return replace(part, gate_up=over_gpus(part.gate_up), down=over_gpus(part.down), shared=shared)
     if isinstance(part, Quantized) and part.is_whole:
         outputs = part.codes.shape[: part.num_outputs]
         return Float8(part.codes, part.scales.reshape(*outputs, -1)[..., 0])
-    return in_words(part)
+    return over_gpus(part)
+
+
+def over_gpus(part: Any) -> Any:
+    """What is not quantized stays."""
+    if not isinstance(part, Quantized):
+        return part
+    lies = part.codes.sharding
+    return sharded(by_device(in_words, lies)(part), lies.mesh, lies.spec, part.num_outputs)
 
 
 def _with_rounding(lay_out: Callable[[Weights], Weights], weights: Weights, can_gate: bool) -> Weights:
@@ -160,10 +169,8 @@ def _rounding(matrix: Any) -> Any:
     return replace(matrix, rounds_rows=True) if isinstance(matrix, Float8) else matrix
 
 
-def in_words(part: Any) -> Any:
-    """As one GPU's kernels hold it; what is not quantized stays."""
-    if not isinstance(part, Quantized):
-        return part
+def in_words(part: Quantized) -> QuantizedWords:
+    """As one GPU's kernels hold it."""
     arrays, is_float = (part.unpacked(), part.scales, part.offsets), part.codes.dtype == jnp.float8_e4m3fn
     kind: dict[str, Any] = {"bits": part.bits, "zero": part.zero, "is_float": is_float or part.is_e2m1}
     return gpu_quantized.to_words(*arrays, num_output_axes=part.num_outputs, **kind)

@@ -25,6 +25,7 @@ from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_bl
 from hex_llm.kernels.adapters import AdapterKernels
 from hex_llm.kernels.attention import AttentionKernels, KVPages, Options
 from hex_llm.kernels.experts import ExpertKernels, ExpertOptions
+from hex_llm.kernels.sharded import ShardedMatrix
 from hex_llm.models import decoder
 from hex_llm.models.adapters import HEAD, Adapted, SlotMatrices, Slots, adapt, add_by_all
 from hex_llm.models.linear import Matrix
@@ -350,15 +351,19 @@ def split_by_width(expert_kernels: ExpertKernels, mesh: Mesh) -> ExpertKernels:
     """Each device has its own part of every expert's width; what they say is summed over the devices."""
     if mesh.size == 1:
         return expert_kernels
-    run = expert_kernels.run
-    bias, *widths = P(None, None, TP), P(None, None, TP, None), P(None, None, TP)
-    specs: dict[str, Any] = {"in_specs": (bias, P(), P(), P(), *widths), "out_specs": P()}
+    run, width = expert_kernels.run, P(None, None, TP)
 
     def split(x: Any, chosen: Any, scores: Any, gate_up: Any, down: Any, options: ExpertOptions) -> Any:
         def summed(bias: Any, *arrays: Any) -> Any:
             return jax.lax.psum(partial(run, options=options._replace(bias=bias))(*arrays), TP)
 
-        local = jax.shard_map(summed, mesh=mesh, check_vma=False, **specs)
-        return local(options.bias, x, chosen, scores, gate_up, down)
+        shards = [
+            (one.shard, one.spec) if isinstance(one, ShardedMatrix) else (one, width)
+            for one in (gate_up, down)
+        ]
+        matrices, lie = zip(*shards, strict=True)
+        specs = width, P(), P(), P(), *lie
+        local = jax.shard_map(summed, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        return local(options.bias, x, chosen, scores, *matrices)
 
     return expert_kernels._replace(run=split)

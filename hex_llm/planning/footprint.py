@@ -145,8 +145,8 @@ def footprint(model: Model, platform: str, num_devices: int, usable: float, cont
     choice = Devices.of(config, platform, num_devices, dtype)
     plan = plan_model(config, model.files, model.spec, choice)
     # The kernels' own forms hold scales in float16; on CPUs, where that loses nothing.
-    in_panels = platform == "cpu" and cpu.quantized_panel_width() and plan.checkpoint is not None
-    is_narrowed = num_devices == 1 and (platform == "gpu" or in_panels)
+    in_panels = platform == "cpu" and num_devices == 1 and cpu.quantized_panel_width()
+    is_narrowed = platform == "gpu" or (in_panels and plan.checkpoint is not None)
     params, held = declared(plan.weights.weights), plan.held
     weights = weight_bytes(params, mesh, dtype, 16 if is_narrowed else 32)
     if config.enable_lora:

@@ -9,22 +9,32 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hex_llm.config import EngineConfig
-from hex_llm.engine.loading import open_checkpoint, open_files, rounding
+from hex_llm.engine.loading import open_checkpoint, open_files, plan_model, rounding
 from hex_llm.errors import ConfigError, ModelError
 from hex_llm.execution.kernel_choice import Devices, choose_kernels
+from hex_llm.execution.load import load_weights
+from hex_llm.execution.programs import split_by_width
 from hex_llm.execution.weight_plan import WeightPlan, plan_weights
+from hex_llm.kernels import reference
+from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages
+from hex_llm.kernels.sharded import ShardedMatrix
+from hex_llm.models import decoder
 from hex_llm.models.families import model_spec
 from hex_llm.models.linear import Dense
+from hex_llm.models.params import Weights
 from hex_llm.models.quantized import Float8, Quantized
+from hex_llm.parallel.shardings import TP, make_mesh
 from hex_llm.weights.checkpoint import Checkpoint
 from tests.engine.driving import make_config
 from tests.models.test_families import NUM_COMPARED, TOLERANCE, check_logits
@@ -157,8 +167,8 @@ def rounded_by_groups(weight: torch.Tensor, flag: str, devices: int, name: str) 
     return (torch.round((groups - low) / scale) * scale + low).reshape(weight.shape)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_experts_of_gpt_oss_in_mxfp4(devices: int, tmp_path: Path) -> None:
+def save_mxfp4(folder: Path) -> tuple[Tiny, Any]:
+    """A tiny gpt-oss, and the model of its expanded weights."""
     tiny = Tiny("gpt-oss", "GptOssForCausalLM", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 64})
     model, packed = tiny.build(), {}
     for name, weight in model.named_parameters():
@@ -169,14 +179,82 @@ def test_experts_of_gpt_oss_in_mxfp4(devices: int, tmp_path: Path) -> None:
             packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
             expanded = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             weight.data.copy_(expanded)
-    model.save_pretrained(tmp_path)
-    plain = load_file(tmp_path / "model.safetensors")
+    model.save_pretrained(folder)
+    plain = load_file(folder / "model.safetensors")
     kept = {name: one for name, one in plain.items() if f"{name}_blocks" not in packed}
-    save_file({**kept, **packed}, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
+    save_file({**kept, **packed}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return tiny, model
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_experts_of_gpt_oss_in_mxfp4(devices: int, tmp_path: Path) -> None:
+    tiny, model = save_mxfp4(tmp_path)
     check(tmp_path, model, tiny.prompt(), devices, IN_WHOLE_NUMBERS if devices == 1 else TOLERANCE)
+
+
+def hidden_on_gpus(folder: Path, num: int) -> tuple[np.ndarray, Weights]:
+    """Of a few tokens, by interpreted kernels of so many GPUs; and what these hold."""
+    config, dtype = make_config(folder), np.dtype(jnp.bfloat16)
+    files = open_files(config)
+    planned = plan_model(config, files, model_spec(files.config), Devices("gpu", num, 8, dtype, dtype))
+    spec, kernels, checkpoint, plan = planned
+    assert checkpoint is not None
+    mesh = make_mesh(num)
+    weights = kernels.lay_out(load_weights(plan, checkpoint, mesh, dtype))
+    positions = jnp.arange(3, dtype=jnp.int32)
+    batch = Batch(positions, 0 * positions, positions + 8, jnp.array([[1]], jnp.int32), jnp.int32(0), 0)
+    heads = map(spec.heads_of, spec.layers)
+    pages: list[KVPages] = [jnp.zeros((2, 8, one.num_kv, 2, one.dim), dtype) for one in heads]
+    run = AttentionKernels(reference.paged_attention), split_by_width(kernels.experts, mesh)
+
+    def forward(weights: Weights) -> jax.Array:
+        x = decoder.embed(spec, weights, positions + 5)
+        return decoder.forward(spec, weights, x, positions + 1, pages, batch, *run)[0]
+
+    return np.asarray(jax.jit(forward)(weights), np.float32), weights
+
+
+def check_on_gpus(folder: Path, num: int) -> Weights:
+    expected, _ = hidden_on_gpus(folder, 1)
+    found, weights = hidden_on_gpus(folder, num)
+    assert np.linalg.norm(found - expected) < 2e-2 * np.linalg.norm(expected)
+    return weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [2, 4])
+def test_several_gpus_multiply_experts_of_gpt_oss(num: int, tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    ffn = check_on_gpus(tmp_path, num).layers[0].ffn
+    assert isinstance(ffn.gate_up, ShardedMatrix)
+    assert ffn.gate_up.spec == P(TP)
+    assert isinstance(ffn.down, ShardedMatrix if num == 2 else Dense)
+
+
+# Groups of 64 of which one lies on two GPUs, or on none of four whole; and a KV head for two of these.
+ON_GPUS = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        Tiny("llama", "LlamaForCausalLM", ON_GPUS),
+        pytest.param(Tiny("mixtral", "MixtralForCausalLM", {**ON_GPUS, **MOE}), marks=pytest.mark.slow),
+    ],
+    ids=lambda tiny: tiny.name,
+)
+def test_several_gpus_multiply_what_one_does(tiny: Tiny, num: int, tmp_path: Path) -> None:
+    """But what has no whole slab of a group on a device: that is expanded."""
+    tiny.save(tmp_path / "model")
+    quantize(tmp_path / "model", BY_NAME["awq-64"])
+    layer = check_on_gpus(tmp_path / "model", num).layers[0]
+    held = [layer.qkv, layer.out, layer.ffn.gate_up, *([layer.ffn.down] if num == 2 else [])]
+    assert all(isinstance(one, ShardedMatrix) and one.spec == P(TP) for one in held)
+    assert isinstance(layer.ffn.down, ShardedMatrix if num == 2 else Dense)
 
 
 def test_products_of_floats_of_8_bits() -> None:

@@ -64,11 +64,13 @@ def test_the_slice_that_the_documentation_names(
 
 
 def test_awq_on_four_chips_by_the_rule_and_what_this_server_holds(plan: Plan) -> None:
-    told = plan("70b-awq", "--on=v5e,A100-80GB")
+    told = plan("70b-awq", "--on=v5e,A100-80GB,L4")
     assert "ct5lp-hightpu-4t, 2x2: --tensor_parallel_size=4" in told["steps"][2]
     assert "35 GB" in told["steps"][1]
     gpu = next(one for one in told["options"] if one["name"] == "A100-80GB-1")
     assert 36e9 < gpu["weights_bytes"] < 41e9, "4.25 bits each, and the tables as floats"
+    gpus = next(one for one in told["options"] if one["name"] == "L4-4")
+    assert 9e9 < gpus["weights_bytes"] < 10.25e9, "a quarter of that on each"
     tpu = next(one for one in told["options"] if one["name"] == "v5e-4")
     assert 10e9 < tpu["weights_bytes"] < 11e9, "of each chip; the compiler says 10.7"
 
