@@ -37,7 +37,7 @@ from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantize
 from hex_llm.kernels.experts import ExpertKernels
 from hex_llm.kernels.gpu_launch import MIN_DOT
 from hex_llm.kernels.gpu_quantized import QuantizedWords
-from hex_llm.kernels.sharded import by_device, sharded
+from hex_llm.kernels.sharded import by_device, first_axis, sharded
 from hex_llm.kernels.tpu_quantized import QuantizedColumns
 from hex_llm.models.adapters import add_by_all
 from hex_llm.models.linear import Dense
@@ -186,19 +186,18 @@ def for_tpus(part: Any, make: Callable[..., Any] = _compiled, mesh: Any = None) 
     if not isinstance(part, Quantized):
         return part
     lies = part.codes.sharding
-    split = NamedSharding(lies.mesh, tpu_quantized.split_of(lies.spec, part.num_outputs))
-
-    def columns(part: Quantized) -> tuple[Any, ...]:
-        arrays = part.whole_numbers(), part.scales, part.offsets
-        axes = part.num_outputs
-        return tpu_quantized.columns(*arrays, num_output_axes=axes, bits=part.number_bits, zero=part.zero)
-
-    shapes = [split.shard_shape(array.shape) for array in jax.eval_shape(columns, part)[:2]]
-    if not tpu_quantized.can_multiply(*shapes):
+    lay_out = by_device(in_columns, lies)
+    described = jax.eval_shape(lay_out, part)
+    if not tpu_quantized.can_multiply(described.codes.shape, described.scales.shape):
         return make(lambda part: part.expanded(jnp.bfloat16), part, lies)
-    outputs = part.codes.shape[: part.num_outputs]
-    codes, scales, offsets = make(columns, part, split)
-    return QuantizedColumns(codes, scales, offsets, outputs, mesh or lies.mesh, split.spec)
+    columns = make(lay_out, part, NamedSharding(lies.mesh, first_axis(lies.spec)))
+    return sharded(columns, mesh or lies.mesh, lies.spec, part.num_outputs)
+
+
+def in_columns(part: Quantized) -> QuantizedColumns:
+    """As one TPU's kernel holds it."""
+    arrays, axes = (part.whole_numbers(), part.scales, part.offsets), part.num_outputs
+    return tpu_quantized.to_columns(*arrays, num_output_axes=axes, bits=part.number_bits, zero=part.zero)
 
 
 def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:

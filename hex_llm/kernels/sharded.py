@@ -33,10 +33,10 @@ class ShardedMatrix:
     @property
     def spec(self) -> P:
         """How all arrays are split."""
-        return _first_axis(P(*self.outputs, *self.inputs))
+        return first_axis(P(*self.outputs, *self.inputs))
 
     def matmul(self, x: Array) -> Array:
-        [axis] = inputs = _first_axis(self.inputs)
+        [axis] = inputs = first_axis(self.inputs)
 
         def product(shard: Any, x: Array) -> Array:
             out: Array = shard.matmul(x)
@@ -54,7 +54,7 @@ class ShardedMatrix:
 
     def rows(self, which: Array) -> Array:
         """Of one axis of outputs."""
-        [axis] = _first_axis(self.outputs)
+        [axis] = first_axis(self.outputs)
 
         def own_rows(shard: Any, which: Array) -> Any:
             if axis is None:
@@ -85,7 +85,7 @@ def by_device(lay_out: Callable[[Any], Any], lies: NamedSharding) -> Callable[[A
         return P(*(axis if size > 1 else None for axis, size in axes))
 
     def everywhere(matrix: Any) -> Any:
-        specs, out = (jax.tree.map(own, matrix),), _first_axis(lies.spec)
+        specs, out = (jax.tree.map(own, matrix),), first_axis(lies.spec)
         local = jax.shard_map(lay_out, mesh=lies.mesh, in_specs=specs, out_specs=out, check_vma=False)
         return local(matrix)
 
@@ -98,6 +98,6 @@ def sharded(shard: Any, mesh: Any, spec: P, num_outputs: int) -> Any:
     return shard if mesh.size == 1 else ShardedMatrix(shard, mesh, *split)
 
 
-def _first_axis(spec: P) -> P:
+def first_axis(spec: P) -> P:
     """Of the mesh, that something is split over."""
     return P(next((axis for axis in spec if axis is not None), None))

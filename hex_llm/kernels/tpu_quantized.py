@@ -1,8 +1,7 @@
 """Products with quantized matrices on TPUs: one Pallas kernel, which expands them in vector memory.
 
 XLA would write the scales of all inputs to memory, and with them the matrix as floats. A matrix lies with its
-inputs first, so that a scale is beside that of the next output, and what inputs share is one row. Where it
-is split over devices, each multiplies its own part.
+inputs first, so that a scale is beside that of the next output, and what inputs share is one row.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec as P
 
 from hex_llm.kernels.experts import Activation, GatedMatrix
 from hex_llm.kernels.tpu_sinks import LANES
@@ -50,14 +48,12 @@ class QuantizedColumns(GatedMatrix):
     scales: Any  # float32 [C, groups, N]
     offsets: Any | None  # likewise
     outputs: tuple[int, ...] = field(metadata={"static": True})
-    mesh: Any = field(metadata={"static": True})
-    spec: P = field(metadata={"static": True})  # how all three are split
 
     def matmul(self, x: Array) -> Array:
-        return jnp.moveaxis(self._products(x), 0, -1).reshape(len(x), *self.outputs)
+        return jnp.moveaxis(_multiply(x, self), 0, -1).reshape(len(x), *self.outputs)
 
     def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
-        gates, ups = self._products(x)
+        gates, ups = _multiply(x, self)
         if bias is not None:
             gates, ups = gates + bias[:, 0], ups + bias[:, 1]
         return activation(gates) * ups
@@ -68,31 +64,11 @@ class QuantizedColumns(GatedMatrix):
         values = values if self.offsets is None else values + self.offsets[0][:, None, which]
         return values.reshape(-1, len(which)).T
 
-    def _products(self, x: Array) -> Array:
-        """[C, T, N]"""
-        if self.mesh.size == 1:
-            return _multiply(x, self.codes, self.scales, self.offsets)
-        _, inputs, outputs = self.spec
 
-        def alone(*arrays: Any) -> Array:
-            out = _multiply(*arrays)
-            return out if inputs is None else lax.psum(out, inputs)
-
-        local = jax.shard_map(
-            alone,
-            mesh=self.mesh,
-            in_specs=(P(None, inputs), self.spec, self.spec, self.spec),
-            out_specs=P(None, None, outputs),
-            check_vma=False,
-        )
-        out: Array = local(x, self.codes, self.scales, self.offsets)
-        return out
-
-
-def columns(
+def to_columns(
     codes: Array, scales: Array, offsets: Array | None, *, num_output_axes: int, bits: int, zero: int
-) -> tuple[Array, Array, Array | None]:
-    """The arrays of QuantizedColumns; codes are one in each place."""
+) -> QuantizedColumns:
+    """Codes are one in each place."""
     outputs = codes.shape[:num_output_axes]
     fused = 2 if num_output_axes == 2 else 1
 
@@ -103,18 +79,13 @@ def columns(
         codes, zero = (codes.astype(jnp.int8) - CENTRE).astype(jnp.int4), zero - CENTRE
     if zero:
         offsets = (0 if offsets is None else offsets) - zero * scales
-    return turned(codes), turned(scales), None if offsets is None else turned(offsets)
+    offsets = None if offsets is None else turned(offsets)
+    return QuantizedColumns(turned(codes), turned(scales), offsets, outputs)
 
 
-def split_of(spec: P, num_output_axes: int) -> P:
-    """How `columns` are split, of a matrix that is split so."""
-    outputs, inputs = spec[:num_output_axes], spec[num_output_axes:]
-    first = [next((axis for axis in axes if axis is not None), None) for axes in (inputs, outputs)]
-    return P(None, *first)
-
-
-def _multiply(x: Array, codes: Array, scales: Array, offsets: Array | None) -> Array:
+def _multiply(x: Array, matrix: QuantizedColumns) -> Array:
     """x [T, K] -> [C, T, N]."""
+    codes, scales, offsets = matrix.codes, matrix.scales, matrix.offsets
     (num_rows, num_inputs), (fused, _, num_outputs) = x.shape, codes.shape
     group = num_inputs // scales.shape[1]
     most = _multiple(min(MATRIX_BYTES // (num_inputs * x.dtype.itemsize), MAX_COLUMNS), LANES)

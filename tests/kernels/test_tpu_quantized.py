@@ -25,11 +25,9 @@ WIDE4 = Rounding(4, 128)
 
 
 def quantized(shape: tuple[int, ...], num_outputs: int, to: Rounding, devices: int, spec: P) -> Quantized:
-    lies = NamedSharding(make_mesh(devices), spec)
     array = np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
-    made = quantize(Dense(jnp.array(array), num_outputs), to)
-    part: Quantized = jax.tree.map(lambda x: jax.device_put(x, lies), made)
-    return part
+    whole = Dense(jnp.array(array), num_outputs)
+    return quantize(jax.device_put(whole, NamedSharding(make_mesh(devices), spec)), to)
 
 
 def rows(num: int, num_inputs: int) -> jax.Array:
@@ -47,7 +45,7 @@ def close(got: Any, expected: Any) -> None:
         (5, (128, 2, 2, 128), 1, INT8, 2, P(None, TP)),
         (33, (256, 384), 1, WIDE4, 1, P()),
         pytest.param(129, (256, 384), 1, WIDE4, 1, P(), marks=pytest.mark.slow),
-        pytest.param(5, (256, 384), 1, FLOAT8, 1, P(), marks=pytest.mark.slow),
+        pytest.param(5, (256, 512), 1, FLOAT8, 2, P(None, TP), marks=pytest.mark.slow),
         pytest.param(129, (256, 384), 1, FLOAT8, 1, P(), marks=pytest.mark.slow),
         pytest.param(5, (256, 1024), 1, Rounding(8, 1024), 1, P(), marks=pytest.mark.slow),
         pytest.param(5, (256, 512), 1, INT4, 2, P(None, TP), marks=pytest.mark.slow),
@@ -56,7 +54,7 @@ def close(got: Any, expected: Any) -> None:
 def test_products(num_rows: int, shape: Any, num_outputs: int, to: Rounding, devices: int, spec: P) -> None:
     part = quantized(shape, num_outputs, to, devices, spec)
     held = for_tpus(part)
-    assert isinstance(held, QuantizedColumns)
+    assert isinstance(held.shard if devices > 1 else held, QuantizedColumns)
     x = rows(num_rows, int(np.prod(shape[num_outputs:])))
     with pltpu.force_tpu_interpret_mode():
         out = jax.jit(lambda held, x: held.matmul(x))(held, x)
