@@ -56,6 +56,11 @@ def test_bundles_of_loops(tmp_path: Path) -> None:
     """They have empty ones, and some of the loop around them."""
     assert tpu_hlo.executed_bundles(BUNDLES) == 1 + 10 * (3 + 3 * 3 + 2) + 1
     assert tpu_hlo.executed_bundles(BUNDLES.replace(", 10 /*", ", %s5_s5 /*")) is None
+    test = "%p1_p0 = scmp.ge.s32.totalorder %s3_s1, 10 /* loop exit test */"
+    among_others = BUNDLES.replace(test, "").replace(
+        ", 3 /* loop exit test */", f", 3 /* loop exit test */ ;; {test.replace('%s3', '(%p2_p1), %s3')}"
+    )
+    assert tpu_hlo.executed_bundles(among_others) == tpu_hlo.executed_bundles(BUNDLES)
     (tmp_path / "17-fusion.2-01-final_bundles.txt").write_text(BUNDLES)
     (tmp_path / "17-fusion.2-00-schedule-analysis_final_bundles.txt").write_text("")
     assert tpu_hlo.dumped_bundles(tmp_path) == {"fusion.2": 142}

@@ -18,7 +18,7 @@ COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \([^\n]*\{$(.*?)^\}", re.MULT
 PRODUCT = re.compile(r" = (\S+) (?:convolution|dot)\(%?([\w.-]+), %?([\w.-]+)\)")
 DUMPED = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ *(L[HBE]|P[BF]|CT)?: *((?:> ?)*)\{(.*)$")
-LAST_OF_LOOP = re.compile(r"scmp\.\w+\.s32\.totalorder %s\w+, (\d+) /\* loop exit test")
+LAST_OF_LOOP = re.compile(r"scmp\.\w+\.s32\.totalorder (\(%p\w+\), )?%s\w+, (\d+) /\* loop exit test")
 SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 SIZES |= {"s8": 1, "u8": 1, "f8e4m3fn": 1, "s32": 4, "u32": 4, "f32": 4}
 
@@ -126,8 +126,10 @@ def executed_bundles(listing: str) -> int | None:
         before = next((i for i in begins if i > begin and depths[i] <= depth), len(lines))
         # A bundle has the depth of what is in it, which may be of the loop around this one.
         end = max(i for i in range(begin, before) if depths[i] >= depth) + 1
-        tests = [LAST_OF_LOOP.search(lines[i][2]) for i in range(begin, end) if depths[i] == depth]
-        rounds = next((int(test[1]) for test in tests if test), None)
+        tests = [(depths[i], test) for i in range(begin, end) for test in LAST_OF_LOOP.finditer(lines[i][2])]
+        # That of a loop around another one may be among those of the inner one, on condition.
+        own = (int(test[2]) for at, test in tests if at == depth + bool(test[1]))
+        rounds = next(own, None)
         if rounds is None:
             return None
         times[begin:end] = [n * rounds for n in times[begin:end]]
