@@ -55,13 +55,14 @@ from hex_llm.planning.compile import (
     topology_mesh,
     tpu_kernels,
 )
+from hex_llm.weights.grouped import Form
 from tools import tpu_hlo
 from tools.tpu_models import AWQ, MODELS, Chip, Model
 from tools.tpu_parts import parts
 
 ADAPTERS = (16, 16)  # slots, and ranks of each
 DUMP_BUNDLES = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles --xla_jf_dump_to"
-QUANTIZED = {"awq": AWQ, "int8": FORMS["int8"]}
+QUANTIZED = {"awq": AWQ, "int8": FORMS["int8"], "mxfp4": Form(4, group=32, is_float=True)}
 LARGE = 1 << 20  # elements of a parameter whose copies matter
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
@@ -30,6 +31,7 @@ from hex_llm.kernels import (
     tpu,
     tpu_experts,
     tpu_quantized,
+    tpu_quantized_experts,
 )
 from hex_llm.kernels.adapters import AdapterKernels
 from hex_llm.kernels.attention import LARGEST, AttentionKernels, Batch, KVPages, Options
@@ -39,11 +41,13 @@ from hex_llm.kernels.gpu_launch import MIN_DOT
 from hex_llm.kernels.gpu_quantized import QuantizedWords
 from hex_llm.kernels.sharded import by_device, first_axis, sharded
 from hex_llm.kernels.tpu_quantized import QuantizedColumns
+from hex_llm.kernels.tpu_quantized_experts import Codes, ExpertColumns
 from hex_llm.models.adapters import add_by_all
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Weights
 from hex_llm.models.quantized import Float8, Quantized
 from hex_llm.models.spec import Heads, ModelSpec
+from hex_llm.parallel.shardings import TP
 from hex_llm.weights.grouped import Form
 
 log = logging.getLogger(__name__)
@@ -87,7 +91,7 @@ class Devices(NamedTuple):
 def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     panel_width = _panel_width(spec, devices)
     if panel_width is not None:
-        lay_out = partial(_each_layer, partial(_in_panels, width=panel_width), is_part=_is_whole_part)
+        lay_out = partial(_each_layer, partial(_in_panels, width=panel_width), is_part=is_whole_part)
         is_plain = devices.kv_dtype == np.float32
         attention = AttentionKernels(cpu.paged_attention if is_plain else reference.paged_attention)
         max_single = sys.maxsize if is_plain else MAX_SINGLE
@@ -97,8 +101,7 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
     attention, routed = _attention(spec, devices), _experts(spec, devices)
     can_multiply = partial(_can_multiply, spec=spec, devices=devices)
     changes: dict[str, Callable[[Any], Any]] = {"gpu": _for_gpus, "tpu": for_tpus}
-    is_part = _is_whole_part if devices.platform == "gpu" else _is_matrix
-    lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part), is_part=is_part)
+    lay_out = partial(_each_layer, changes.get(devices.platform, lambda part: part), is_part=is_whole_part)
     if devices.platform == "gpu" and devices.num == 1:
         can_gate = gpu_experts.can_fuse(spec.activation, devices.dtype)
         lay_out = partial(_with_rounding, lay_out, can_gate=can_gate)
@@ -118,8 +121,11 @@ def page_shapes(spec: ModelSpec, devices: Devices, num_blocks: int) -> list[tupl
 
 def _can_multiply(form: Form, routed: bool, spec: ModelSpec, devices: Devices) -> bool:
     """CPUs expand what they multiply; accelerators would be slower for it than with floats."""
-    if devices.platform != "gpu":
-        return devices.platform == "cpu" or (devices.dtype == jnp.bfloat16 and not routed)
+    if devices.platform == "tpu":
+        fits = not routed or tpu_quantized_experts.can_multiply(form.group)
+        return devices.dtype == jnp.bfloat16 and fits
+    if devices.platform == "cpu":
+        return True
     if not form.group and not routed:
         return devices.dtype != np.float32
     fits = not routed or gpu_experts.can_fuse(spec.activation, devices.dtype)
@@ -183,13 +189,15 @@ def _compiled(function: Callable[[Any], Any], part: Any, lies: NamedSharding) ->
 def for_tpus(part: Any, make: Callable[..., Any] = _compiled, mesh: Any = None) -> Any:
     """Likewise; what the kernel is not for is expanded. `make`: a function, its argument and how its results
     lie, for arrays that are only described; kernels are then lowered for `mesh`."""
+    if isinstance(part, FeedForward):
+        return _experts_for_tpus(part, make, mesh)
     if not isinstance(part, Quantized):
         return part
     lies = part.codes.sharding
     lay_out = by_device(in_columns, lies)
     described = jax.eval_shape(lay_out, part)
     if not tpu_quantized.can_multiply(described.codes.shape, described.scales.shape):
-        return make(lambda part: part.expanded(jnp.bfloat16), part, lies)
+        return _expanded(part, make)
     columns = make(lay_out, part, NamedSharding(lies.mesh, first_axis(lies.spec)))
     return sharded(columns, mesh or lies.mesh, lies.spec, part.num_outputs)
 
@@ -198,6 +206,52 @@ def in_columns(part: Quantized) -> QuantizedColumns:
     """As one TPU's kernel holds it."""
     arrays, axes = (part.whole_numbers(), part.scales, part.offsets), part.num_outputs
     return tpu_quantized.to_columns(*arrays, num_output_axes=axes, bits=part.number_bits, zero=part.zero)
+
+
+def _experts_for_tpus(part: FeedForward, make: Callable[..., Any], mesh: Any) -> FeedForward:
+    """One kernel is for both matrices of experts, or for none."""
+    shared = jax.tree.map(partial(for_tpus, make=make, mesh=mesh), part.shared, is_leaf=_is_matrix)
+    both = part.gate_up, part.down
+    if not all(map(_fits_expert_columns, both)):
+        gate_up, down = (_expanded(one, make) if isinstance(one, Quantized) else one for one in both)
+        return replace(part, gate_up=gate_up, down=down, shared=shared)
+    given, on = (*both, part.gate_up_bias), part.gate_up.codes.sharding.mesh
+    # Of what all inputs share there is one.
+    lie = jax.tree.map(lambda array: P(None, None, TP) if array.shape[2] > 1 else P(), given)
+    made = P(TP), P(TP), P(None, None, TP)
+
+    def codes(one: Quantized) -> Codes:
+        return Codes(one.whole_numbers(), one.scales, one.offsets, one.bits, one.zero, one.is_e2m1)
+
+    def local(gate_up: Quantized, down: Quantized, bias: Any) -> tuple[Any, ...]:
+        return tpu_quantized_experts.columns(codes(gate_up), codes(down), bias, jax.lax.axis_index(TP))
+
+    def columns(given: tuple[Any, ...]) -> Any:
+        return jax.shard_map(local, mesh=on, in_specs=lie, out_specs=made, check_vma=False)(*given)
+
+    def laid_out(one: Quantized, arrays: Any) -> Any:
+        codes, scales, offsets = arrays
+        shard = ExpertColumns(codes, scales, offsets, _group(one), one.is_e2m1)
+        return sharded(shard, mesh or on, one.codes.sharding.spec, one.num_outputs)
+
+    ups, downs, bias = make(columns, given, tuple(NamedSharding(on, spec) for spec in made))
+    gate_up, down = laid_out(part.gate_up, ups), laid_out(part.down, downs)
+    return replace(part, gate_up=gate_up, down=down, gate_up_bias=bias, shared=shared)
+
+
+def _fits_expert_columns(part: Any) -> bool:
+    return isinstance(part, Quantized) and tpu_quantized_experts.can_multiply(_group(part))
+
+
+def _group(part: Quantized) -> int:
+    """As the kernel has it; 0: all inputs of a device."""
+    if part.is_e2m1:
+        return tpu_quantized_experts.E2M1_GROUP
+    return 0 if part.is_whole else part.codes.shape[-1] * 8 // part.bits // part.scales.shape[-1]
+
+
+def _expanded(part: Quantized, make: Callable[..., Any]) -> Any:
+    return make(lambda part: part.expanded(jnp.bfloat16), part, part.codes.sharding)
 
 
 def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:
@@ -221,7 +275,7 @@ def _is_matrix(part: Any) -> bool:
     return isinstance(part, Dense | Quantized)
 
 
-def _is_whole_part(part: Any) -> bool:
+def is_whole_part(part: Any) -> bool:
     """The matrices of experts lie otherwise than all others."""
     return _is_matrix(part) or (isinstance(part, FeedForward) and part.router is not None)
 

@@ -6,11 +6,15 @@ see all tokens. It knows nothing of meshes: it sees the width of one device.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
+from hex_llm.kernels import tpu_quantized_experts
 from hex_llm.kernels.experts import ExpertOptions, by_expert, dense
+from hex_llm.kernels.tpu_quantized_experts import ExpertColumns
 from hex_llm.kernels.tpu_sinks import LANES
 
 FEW_TOKENS = 256  # a v5e multiplies about as many rows in the time that it reads a weight
@@ -19,9 +23,11 @@ MAX_SIDE = 1024  # of a tile of the weights: with all that is read ahead, half o
 
 
 def fused_moe(
-    x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array, options: ExpertOptions
+    x: Array, chosen: Array, scores: Array, gate_up: Any, down: Any, options: ExpertOptions
 ) -> Array:
     """See kernels.experts.RoutedExperts."""
+    if isinstance(gate_up, ExpertColumns):
+        return tpu_quantized_experts.fused_moe(x, chosen, scores, gate_up, down, options)
     if len(x) <= FEW_TOKENS:
         return dense(x, chosen, scores, gate_up, down, options)
     num_experts, _, width, num_inputs = gate_up.shape

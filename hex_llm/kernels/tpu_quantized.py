@@ -7,6 +7,7 @@ inputs first, so that a scale is beside that of the next output, and what inputs
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -90,8 +91,7 @@ def _multiply(x: Array, matrix: QuantizedColumns) -> Array:
     group = num_inputs // scales.shape[1]
     most = _multiple(min(MATRIX_BYTES // (num_inputs * x.dtype.itemsize), MAX_COLUMNS), LANES)
     width = next(n for n in range(most, 0, -LANES) if num_outputs % n == 0)
-    # Of few rows it takes less to scale a group's sums than its weights.
-    few = num_rows <= FEW_ROWS and group % CHUNK == 0
+    few = is_summed_first(num_rows, group)
     most_rows = min(MAX_ROWS, _multiple(ROWS_BYTES // (num_inputs * x.dtype.itemsize), MIN_ROWS))
     rows = num_rows if few else min(num_rows, most_rows)
     table = pl.BlockSpec((None, scales.shape[1], width), lambda c, i, j: (c, 0, i))
@@ -107,7 +107,7 @@ def _multiply(x: Array, matrix: QuantizedColumns) -> Array:
         sums = x.astype(jnp.float32).reshape(num_rows, -1, group).sum(axis=-1)
         arrays, specs = [*arrays, sums], [*specs, pl.BlockSpec(sums.shape, lambda c, i, j: (j, 0))]
     out: Array = pl.pallas_call(
-        partial(_few_kernel if few else _kernel, group=group),
+        partial(scale_sums if few else _kernel, group=group),
         grid=(fused, num_outputs // width, pl.cdiv(num_rows, rows)),
         in_specs=specs,
         out_specs=pl.BlockSpec((None, rows, width), lambda c, i, j: (c, j, i)),
@@ -121,47 +121,116 @@ def _multiply(x: Array, matrix: QuantizedColumns) -> Array:
     return out
 
 
-def _kernel(x: Any, codes: Any, *refs: Any, group: int) -> None:
+def _kernel(*refs: Any, group: int) -> None:
+    # The blocks of rows come one after the other, with the same matrix.
+    multiply_expanded(*refs, group=group, is_new=pl.program_id(2) == 0)
+
+
+def multiply_expanded(x: Any, codes: Any, *refs: Any, group: int, is_new: Any, is_e2m1: bool = False) -> None:
+    """refs: scales, offsets if there are, what comes out, and the expanded matrix, made anew if `is_new`."""
     *tables, out, matrix = refs
     chunk = _chunk(group)
-    num_groups = max(chunk // group, 1)
 
-    def expand(i: Array, _: None) -> None:
-        inputs = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
-        groups = pl.ds(pl.multiple_of(i * chunk // group, num_groups), num_groups)
-        scales, *offsets = (table[groups, :][:, None] for table in tables)
-        values = codes[inputs, :].astype(jnp.float32).reshape(num_groups, -1, matrix.shape[1]) * scales
+    def expand(first: Any, size: int, columns: Any) -> None:
+        num_groups = max(size // group, 1)
+        inputs, groups = _at(first, size), _at(first // group, num_groups)
+        scales, *offsets = (table[groups, columns][:, None] for table in tables)
+        numbers = whole_numbers(codes[inputs, columns], jnp.float32, is_e2m1)
+        values = numbers.reshape(num_groups, -1, columns.size) * scales
         values = sum(offsets, values)
-        matrix[inputs, :] = values.reshape(chunk, -1).astype(matrix.dtype)
+        matrix[inputs, columns] = values.reshape(size, -1).astype(matrix.dtype)
 
-    # The blocks of rows come one after the other, with the same matrix.
-    @pl.when(pl.program_id(2) == 0)
-    def _() -> None:
-        lax.fori_loop(0, len(matrix) // chunk, expand, None)
+    def multiply(columns: Any) -> None:
+        @pl.when(is_new)
+        def _() -> None:
+            def expand_chunk(i: Array, _: None) -> None:
+                expand(i * chunk, chunk, columns)
 
-    product = jnp.dot(x[...], matrix[...], preferred_element_type=jnp.float32)
-    out[...] = product.astype(out.dtype)
+            rounds, rest = divmod(len(matrix), chunk)
+            lax.fori_loop(0, rounds, expand_chunk, None)
+            if rest:
+                expand(rounds * chunk, rest, columns)
+
+        product = jnp.dot(x[...], matrix[:, columns], preferred_element_type=jnp.float32)
+        out[:, columns] = product.astype(out.dtype)
+
+    _each_stretch(out.shape[1], multiply)
 
 
-def _few_kernel(x: Any, codes: Any, scales: Any, *refs: Any, group: int) -> None:
+def scale_sums(x: Any, codes: Any, scales: Any, *refs: Any, group: int, is_e2m1: bool = False) -> None:
+    """refs: if there are offsets, these and the sums of each group's inputs; and what comes out. Of groups
+    that are less than a step, each has rows of its own with zeros for the inputs of others."""
     *shared, out = refs
-    step = math.gcd(group, MAX_STEP)
-    at_once = math.gcd(len(codes) // step, STEPS_AT_ONCE)
+    num_rows, step = len(x), math.gcd(max(group, CHUNK), MAX_STEP)
+    num_groups = max(step // group, 1)
+    rounds, rest = divmod(len(codes) // step, STEPS_AT_ONCE)
 
-    def add(i: Array, total: Array) -> Array:
-        for j in range(at_once):
-            first = (i * at_once + j) * step
-            inputs = pl.ds(pl.multiple_of(first, step), step)
-            numbers = codes[inputs, :].astype(jnp.float32).astype(x.dtype)  # exact, of 8 bits too
-            sums = jnp.dot(x[:, inputs], numbers, preferred_element_type=jnp.float32)
-            total = total + sums * scales[pl.ds(first // group, 1), :]
+    def add(i: Any, total: Array, columns: Any, num_steps: int = STEPS_AT_ONCE) -> Array:
+        for j in range(num_steps):
+            first = (i * STEPS_AT_ONCE + j) * step
+            inputs = _at(first, step)
+            rows = x[:, inputs]
+            if num_groups > 1:
+                which = lax.broadcasted_iota(jnp.int32, rows.shape, 1) // group
+                rows = jnp.concatenate([jnp.where(which == g, rows, 0) for g in range(num_groups)])
+            numbers = whole_numbers(codes[inputs, columns], x.dtype, is_e2m1)
+            sums = jnp.dot(rows, numbers, preferred_element_type=jnp.float32)
+            for g in range(num_groups):
+                scale = scales[pl.ds(first // group + g, 1), columns]
+                total = total + sums[g * num_rows : (g + 1) * num_rows] * scale
         return total
 
-    total = jnp.zeros(out.shape, jnp.float32)
-    if shared:
-        offsets, sums = shared
-        total = jnp.dot(sums[...], offsets[...], precision=lax.Precision.HIGHEST)
-    out[...] = lax.fori_loop(0, len(codes) // (at_once * step), add, total).astype(out.dtype)
+    def multiply(columns: Any) -> None:
+        total = jnp.zeros((num_rows, columns.size), jnp.float32)
+        if shared:
+            offsets, sums = shared
+            total = jnp.dot(sums[...], offsets[:, columns], precision=lax.Precision.HIGHEST)
+        total = lax.fori_loop(0, rounds, partial(add, columns=columns), total)
+        out[:, columns] = add(rounds, total, columns, rest).astype(out.dtype)
+
+    _each_stretch(out.shape[1], multiply, together=max(STEPS_AT_ONCE // (len(codes) // step), 1))
+
+
+def whole_numbers(codes: Array, dtype: Any, is_e2m1: bool) -> Array:
+    """Exact, also as bfloat16. Of doubled floats of 4 bits, 5 and 7 stand for 8 and 12: they alone among the
+    codes have the second bit of a mantissa, and with it added three times more they become these."""
+    numbers = codes.astype(jnp.float32).astype(dtype)
+    if not is_e2m1:
+        return numbers
+    bits = pltpu.bitcast(numbers, jnp.int32)  # of bfloat16, two numbers in each
+    odd = bits & (0x200000 if numbers.dtype == jnp.float32 else 0x200020)
+    return pltpu.bitcast(bits + odd + (odd << 1), numbers.dtype)
+
+
+def is_summed_first(num_rows: int, group: int) -> bool:
+    """Whether it takes less to scale a group's sums than its weights. Where groups have rows of their own,
+    these are whole tiles."""
+    fits = group % CHUNK == 0 or (CHUNK % group == 0 and num_rows % MIN_ROWS == 0)
+    return fits and num_rows * max(CHUNK // group, 1) <= FEW_ROWS
+
+
+def _at(first: Any, size: int) -> Any:
+    """A multiple of `size`."""
+    return pl.ds(first if isinstance(first, int) else pl.multiple_of(first, size), size)
+
+
+def _each_stretch(width: int, multiply: Callable[[Any], None], together: int = 1) -> None:
+    """Of columns whose sums stay in registers; up to so many are in one round, so that none is waited for.
+    The last may begin before the end of the one before."""
+    num = pl.cdiv(width, MAX_COLUMNS)
+    rounds = pl.cdiv(num, together)
+    together = pl.cdiv(num, rounds)
+    if num == 1:
+        multiply(pl.ds(0, width))
+        return
+    size = pl.cdiv(pl.cdiv(width, num), LANES) * LANES
+
+    def some(i: Array, _: None) -> None:
+        for j in range(together):
+            first = jnp.minimum((i * together + j) * size, width - size)
+            multiply(pl.ds(pl.multiple_of(first, LANES), size))
+
+    lax.fori_loop(0, rounds, some, None)
 
 
 def _chunk(group: int) -> int:

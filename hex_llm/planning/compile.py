@@ -22,7 +22,14 @@ from jax.sharding import PartitionSpec as P
 from hex_llm.errors import ConfigError, HexError, one_line
 from hex_llm.execution import programs
 from hex_llm.execution.batch import StepShape, num_choices
-from hex_llm.execution.kernel_choice import Devices, Kernels, choose_kernels, for_tpus, page_shapes
+from hex_llm.execution.kernel_choice import (
+    Devices,
+    Kernels,
+    choose_kernels,
+    for_tpus,
+    is_whole_part,
+    page_shapes,
+)
 from hex_llm.execution.slots import SlotLayout
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Param, Weights
@@ -66,17 +73,21 @@ def described_params(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 def described_weights(weights: Weights, mesh: Any, kind: str) -> Any:
     """As chips of this kind hold them when they are laid out."""
 
-    def results(function: Any, part: Any, lies: Any) -> Any:
-        made = jax.eval_shape(function, part)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), made)
+    def results(function: Any, part: Any, lie: Any) -> Any:
+        def described(lies: Any, made: Any) -> Any:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), made)
+
+        return jax.tree.map(described, lie, jax.eval_shape(function, part))
 
     def one(part: Any) -> Any:
         held = described_params(part, mesh)
         if isinstance(part, Dense) and (to := part.array.rounded_to) is not None:
             held = results(partial(quantize, to=to), held, held.array.sharding)
-        return for_tpus(held, results, abstract_mesh(mesh.size, kind))
+        return held
 
-    return jax.tree.map(one, weights, is_leaf=lambda node: isinstance(node, Dense | Quantized | Param))
+    loaded = jax.tree.map(one, weights, is_leaf=lambda node: isinstance(node, Dense | Quantized | Param))
+    lay_out = partial(for_tpus, make=results, mesh=abstract_mesh(mesh.size, kind))
+    return jax.tree.map(lay_out, loaded, is_leaf=is_whole_part)
 
 
 def tpu_devices(num_chips: int, sizes: Sizes) -> Devices:
