@@ -38,6 +38,7 @@ from jax.sharding import AbstractMesh, Mesh
 from hex_llm.execution import programs
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import StepShape
+from hex_llm.execution.kernel_choice import KV_DTYPES
 from hex_llm.execution.programs import ProgramSpec
 from hex_llm.execution.weight_plan import FORMS, plan_weights
 from hex_llm.models.spec import ModelSpec
@@ -326,6 +327,7 @@ def job_of(label: str, sizes: Sizes, options: argparse.Namespace, can_compile: b
     floor = floors(spec, weights, pages, sizes, model.chip)[shape]
     shown = f"{name} ×{mesh.size} {model.slice}" + (f", {options.quantized}" if options.quantized else "")
     shown += f", {len(spec.layers)} layers" if options.layers else ""
+    shown += f", pages of {sizes.kv_dtype}" * (sizes.kv_dtype != DTYPE)
     row = Row(shown, kind, local_bytes(weights), local_bytes(pages), model.chip.hbm, floor)
     return Job(label, found[shape], row, model.chip, options)
 
@@ -382,6 +384,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-len", type=int, default=8192)
     parser.add_argument("--layouts", choices=("default", "auto"), default="default", help="of weights")
     parser.add_argument("--quantized", choices=QUANTIZED, help="as if checkpoints were")
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="bfloat16", help="of pages")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="compilers at a time")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds for one program")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
@@ -393,7 +396,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     sizes = Sizes(
-        options.batch, options.context, options.prefill, options.tokens, options.block_size, options.max_len
+        options.batch,
+        options.context,
+        options.prefill,
+        options.tokens,
+        options.block_size,
+        options.max_len,
+        np.dtype(KV_DTYPES[options.kv_cache_dtype]),
     )
     problem = compiler_problem()
     if options.one:
@@ -410,10 +419,10 @@ def main() -> int:
     )
     title = (
         f"{how}. Decode of {sizes.batch} sequences of {sizes.context} tokens, prefill of {sizes.prefill} "
-        f"tokens, pages for {sizes.tokens} tokens in blocks of {sizes.block_size}, bfloat16, "
-        f"layouts of weights: {options.layouts}. Bytes are those of one chip. The estimate is the compiler's "
-        "own guess, what is scheduled is counted in bundles; neither has exchanges, copies that run beside "
-        "others, and attention's kernel. The floor has the context's keys and values in it."
+        f"tokens, pages for {sizes.tokens} tokens in blocks of {sizes.block_size}, of {sizes.kv_dtype}, else "
+        f"bfloat16, layouts of weights: {options.layouts}. Bytes are those of one chip. The estimate is the "
+        "compiler's own guess, what is scheduled is counted in bundles; neither has exchanges, copies that "
+        "run beside others, and attention's kernel. The floor has the context's keys and values in it."
     )
     print(title, HEAD, sep="\n\n", flush=True)
     run = partial(run_here, sizes=sizes, options=options, can_compile=False)

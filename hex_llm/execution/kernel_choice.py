@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.config import EngineConfig
-from hex_llm.errors import ConfigError
 from hex_llm.kernels import (
     cpu,
     cpu_experts,
@@ -34,7 +33,7 @@ from hex_llm.kernels import (
     tpu_quantized_experts,
 )
 from hex_llm.kernels.adapters import AdapterKernels
-from hex_llm.kernels.attention import LARGEST, AttentionKernels, Batch, KVPages, Options
+from hex_llm.kernels.attention import LARGEST, AttentionKernels, Batch, KVPages, Options, empty_pages
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, block_of, to_quantized_panels
 from hex_llm.kernels.experts import ExpertKernels
 from hex_llm.kernels.gpu_launch import MIN_DOT
@@ -66,6 +65,7 @@ class Kernels(NamedTuple):
     lay_out: Callable[[Weights], Weights]  # loaded weights, whose matrices get the form that is multiplied
     can_multiply: Callable[[Form, bool], bool]  # a quantized matrix as it is; True: of routed experts
     adapter_kernels: AdapterKernels = AdapterKernels(add_by_all)
+    empty_pages: Callable[[tuple[int, ...], np.dtype[Any]], Any] = empty_pages  # in the attention's own form
 
 
 class Devices(NamedTuple):
@@ -79,11 +79,9 @@ class Devices(NamedTuple):
 
     @classmethod
     def of(cls, config: EngineConfig, platform: str, num: int, dtype: np.dtype[Any]) -> Devices:
-        """For activations in this type. ConfigError: such devices cannot have pages as asked for."""
+        """For activations in this type."""
         asked = config.kv_cache_dtype
         kv_dtype = dtype if asked == "auto" else np.dtype(KV_DTYPES[asked])
-        if platform == "tpu" and kv_dtype in LARGEST:
-            raise ConfigError(f"--kv_cache_dtype={asked}: there is no kernel for it on TPUs yet")
         return cls(platform, num, config.block_size, dtype, kv_dtype)
 
 
@@ -97,7 +95,9 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
         max_single = sys.maxsize if is_plain else MAX_SINGLE
         routed = ExpertKernels(experts.choose, cpu_experts.fused_moe)
         return Kernels(attention, routed, _whole, max_single, lay_out, _lies_in_panels)
-    width = tpu.padded_head_dim if _attends_on_tpu(spec, devices) else _whole
+    width, pages = _whole, empty_pages
+    if _attends_on_tpu(spec, devices):
+        width, pages = tpu.padded_head_dim, tpu.empty_pages
     attention, routed = _attention(spec, devices), _experts(spec, devices)
     can_multiply = partial(_can_multiply, spec=spec, devices=devices)
     changes: dict[str, Callable[[Any], Any]] = {"gpu": _for_gpus, "tpu": for_tpus}
@@ -106,7 +106,7 @@ def choose_kernels(spec: ModelSpec, devices: Devices) -> Kernels:
         can_gate = gpu_experts.can_fuse(spec.activation, devices.dtype)
         lay_out = partial(_with_rounding, lay_out, can_gate=can_gate)
     adapters = _adapters(spec, devices)
-    return Kernels(attention, routed, width, MAX_SINGLE, lay_out, can_multiply, adapters)
+    return Kernels(attention, routed, width, MAX_SINGLE, lay_out, can_multiply, adapters, pages)
 
 
 def _whole(head_dim: int) -> int:
@@ -360,9 +360,11 @@ def _attends_on_tpu(spec: ModelSpec, devices: Devices) -> bool:
     masks, sinks, block_size = [layer.mask for layer in spec.layers], spec.sinks, devices.block_size
     return (
         devices.platform == "tpu"
-        and devices.kv_dtype == devices.dtype
+        and (devices.kv_dtype == devices.dtype or devices.kv_dtype in LARGEST)
         and all(
-            tpu.can_attend(num_kv // devices.num, dim, block_size, masks, sinks, devices.dtype)
+            tpu.can_attend(
+                num_kv // devices.num, dim, block_size, masks, sinks, devices.dtype, devices.kv_dtype
+            )
             for _, num_kv, dim, *_ in spec.all_heads
         )
     )

@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 
 from hex_llm.config import EngineConfig
 from hex_llm.errors import ConfigError
-from hex_llm.execution.kernel_choice import Devices, page_shapes
+from hex_llm.execution.kernel_choice import Devices, choose_kernels, page_shapes
 from hex_llm.execution.load import free_bytes
-from hex_llm.kernels.attention import empty_pages
 from hex_llm.models.spec import ModelSpec
 
 CPU_SHARE = 0.25  # of the memory that is free: the rest of the machine needs some too
@@ -43,9 +42,11 @@ def num_kv_blocks(
 
 def token_bytes(spec: ModelSpec, devices: Devices) -> int:
     """What the keys and values of a token take on each device."""
-    shapes = page_shapes(spec, devices._replace(block_size=1), 1)
-    pages = [jax.eval_shape(partial(empty_pages, shape, devices.kv_dtype)) for shape in shapes]
-    return sum(array.size * array.dtype.itemsize // devices.num for array in jax.tree.leaves(pages))
+    num_blocks, empty = 8, choose_kernels(spec, devices).empty_pages  # that TPUs fill some arrays up to
+    shapes = page_shapes(spec, devices, num_blocks)
+    pages = [jax.eval_shape(partial(empty, shape, devices.kv_dtype)) for shape in shapes]
+    num_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(pages))
+    return num_bytes // (devices.num * num_blocks * devices.block_size)
 
 
 def _room(config: EngineConfig, devices: list[jax.Device]) -> float:

@@ -52,7 +52,6 @@ from hex_llm.execution.results import TOKEN, likeliest, unpack_logprobs
 from hex_llm.execution.sampling import VARIANTS, Features, variant_of
 from hex_llm.execution.step_runner import Launched, StepRunner
 from hex_llm.kernels import cpu
-from hex_llm.kernels.attention import empty_pages
 from hex_llm.models.adapters import Slots
 from hex_llm.models.linear import Matrix
 from hex_llm.models.params import Weights
@@ -447,5 +446,5 @@ def keep_compiled(cache_dir: Path) -> Path | None:
 
 def allocate_pages(spec: ModelSpec, mesh: Mesh, num_blocks: int, devices: Devices) -> Pages:
     lie = NamedSharding(mesh, PAGES)
-    zeros = jax.jit(empty_pages, static_argnums=(0, 1), out_shardings=lie)
+    zeros = jax.jit(choose_kernels(spec, devices).empty_pages, static_argnums=(0, 1), out_shardings=lie)
     return [zeros(shape, devices.kv_dtype) for shape in page_shapes(spec, devices, num_blocks)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -57,21 +58,27 @@ def empty_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> KVPages:
 
 
 def quantized(halves: Iterable[Array], dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Words [..., H / 2] and scales [...] of keys or values, given as their halves. One with a number that is
+    """Words [..., H / 2] and scales [...] of keys or values, given as their halves."""
+    (low, high), scales = coded(halves, dtype)
+    return (low | high << BYTE).astype(jnp.uint16), scales
+
+
+def coded(parts: Iterable[Array], dtype: np.dtype[Any]) -> tuple[list[Array], Array]:
+    """The bytes, as int32, and scales [...] of keys or values, given in parts. One with a number that is
     not finite gets NaN for its scale, and so is told."""
-    halves = [half.astype(jnp.float32) for half in halves]
-    sizes = [jnp.where(jnp.abs(half) < jnp.inf, jnp.abs(half), jnp.inf) for half in halves]
-    largest = jnp.maximum(*(jnp.max(size, axis=-1) for size in sizes))
+    parts = [part.astype(jnp.float32) for part in parts]
+    sizes = [jnp.where(jnp.abs(part) < jnp.inf, jnp.abs(part), jnp.inf) for part in parts]
+    largest = reduce(jnp.maximum, (jnp.max(size, axis=-1) for size in sizes))
     scales = jnp.where(largest < jnp.inf, largest * (1 / LARGEST[dtype]), jnp.nan)
     factor = jnp.where(scales > SMALLEST, 1 / scales, 0)[..., None]
 
-    def codes(half: Array) -> Array:
-        scaled = jnp.where(jnp.abs(half) < jnp.inf, half * factor, 0)
+    def codes(part: Array) -> Array:
+        scaled = jnp.where(jnp.abs(part) < jnp.inf, part * factor, 0)
         if dtype == jnp.int8:
             return jnp.floor(scaled + 0.5).astype(jnp.int32) & 0xFF
         return lax.bitcast_convert_type(scaled.astype(dtype), jnp.uint8).astype(jnp.int32)
 
-    return (codes(halves[0]) | codes(halves[1]) << BYTE).astype(jnp.uint16), scales
+    return [codes(part) for part in parts], scales
 
 
 def dequantized(words: Array, scales: Array, dtype: np.dtype[Any]) -> Array:

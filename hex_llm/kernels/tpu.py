@@ -16,12 +16,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental.pallas import cdiv
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-from hex_llm.kernels.attention import Batch, Mask, Options, first_key
+from hex_llm.kernels import attention, tpu_pages
+from hex_llm.kernels.attention import LARGEST, Batch, Mask, Options, first_key
 from hex_llm.kernels.reference import several
+from hex_llm.kernels.tpu_pages import PairedPages
 from hex_llm.kernels.tpu_sinks import LANES, attention_with_sinks
 
 TABLE_BYTES = 1 << 19  # the kernel copies the block tables to scalar memory, of which there is 1 MiB
@@ -43,17 +46,27 @@ class Runs(NamedTuple):
 
 
 def can_attend(
-    num_kv_heads: int, head_dim: int, block_size: int, masks: Iterable[Mask], sinks: bool, dtype: Any
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    masks: Iterable[Mask],
+    sinks: bool,
+    dtype: Any,
+    kv_dtype: Any = jnp.bfloat16,
 ) -> bool:
-    """Whether the kernel is for models like this; `num_kv_heads` are those of one device. What it is not for,
+    """Whether a kernel is for models like this; `num_kv_heads` are those of one device. What none is for,
     the reference does."""
-    pages_fit = block_size <= MOST_KEYS_OF_A_PAGE or block_size % MOST_KEYS_OF_A_PAGE == 0
-    whole_chunks = all((mask.attention_chunk or 0) % block_size == 0 for mask in masks)
     head_dim = padded_head_dim(head_dim)
+    whole_chunks = all((mask.attention_chunk or 0) % block_size == 0 for mask in masks)
+    if jnp.dtype(dtype) != jnp.bfloat16 or not whole_chunks:
+        return False
+    if jnp.dtype(kv_dtype) in LARGEST:
+        return tpu_pages.can_attend(num_kv_heads, head_dim, block_size)
+    pages_fit = block_size <= MOST_KEYS_OF_A_PAGE or block_size % MOST_KEYS_OF_A_PAGE == 0
     apart = num_apart(num_kv_heads, head_dim)
     keys_fit = _keys_at_once(num_kv_heads // apart, head_dim) >= min(block_size, MOST_KEYS_OF_A_PAGE)
     sinks_fit = not sinks or apart == 1  # else they would be another's in each row
-    return jnp.dtype(dtype) == jnp.bfloat16 and pages_fit and whole_chunks and keys_fit and sinks_fit
+    return pages_fit and keys_fit and sinks_fit
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -61,29 +74,34 @@ def padded_head_dim(head_dim: int) -> int:
     return cdiv(head_dim, LANES) * LANES
 
 
+def empty_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """As the kernels want them."""
+    return (tpu_pages if dtype in LARGEST else attention).empty_pages(shape, dtype)
+
+
 def paged_attention(
     q: Array, k: Array, v: Array, pages: Any, batch: Batch, options: Options
 ) -> tuple[Array, Any]:
-    """See kernels.attention.PagedAttention. Pages are plain and `padded_head_dim` wide, and what lies where
-    in a block is not as it says there."""
+    """See kernels.attention.PagedAttention. Pages are `padded_head_dim` wide, and paired, or plain; what lies
+    where in a plain block is not as it says there."""
     head_dim, shape = q.shape[-1], pages.shape
     q, k, v = (_padded(x, shape[-1]) for x in (q, k, v))
+    if isinstance(pages, PairedPages):
+        pages = tpu_pages.write(k, v, pages, batch)
+        return _attend_all(q, pages, batch, options)[..., :head_dim], pages
     num_blocks, block_size, num_kv_heads = shape[:3]
     apart = num_apart(num_kv_heads, shape[-1])
     pages = pages.reshape(num_blocks * apart, block_size, num_kv_heads // apart, 2, shape[-1])
     pages = _write(k, v, pages, batch.kv_slots)
     assert options.sinks is None or apart == 1, "heads that lie apart have none"
-    if batch.max_chunks:
-        out = _mixed(q, pages, batch, options)
-    else:
-        tables = batch.tables[batch.rows]
-        out = _decode(q, pages, batch.positions, tables, jnp.int32(len(q)), options)
-    return out[..., :head_dim], pages.reshape(shape)
+    return _attend_all(q, pages, batch, options)[..., :head_dim], pages.reshape(shape)
 
 
-def _mixed(q: Array, pages: Array, batch: Batch, options: Options) -> Array:
+def _attend_all(q: Array, pages: Any, batch: Batch, options: Options) -> Array:
     """q [T, K, G, H] -> [T, K, G, H]. To move or choose from a whole array of so small heads is expensive:
     decodes take their places among the first rows, and padding keeps what was in the kernel's memory."""
+    if not batch.max_chunks:
+        return _decode(q, pages, batch.positions, batch.tables[batch.rows], jnp.int32(len(q)), options)
     num, most = batch.num_decodes, len(batch.tables)
     decoded = _decode(q[:most], pages, batch.positions[:most], batch.tables, num, options)
     out = _prefill(q, pages, prefill_runs(batch, options.mask, pages.shape[1]), options)
@@ -103,7 +121,7 @@ def _write(k: Array, v: Array, pages: Array, slots: Array) -> Any:
     return rows.at[slots].set(kv.astype(rows.dtype)).reshape(pages.shape)
 
 
-def _decode(q: Array, pages: Array, positions: Array, tables: Array, num: Array, options: Options) -> Array:
+def _decode(q: Array, pages: Any, positions: Array, tables: Array, num: Array, options: Options) -> Array:
     """q [R, K, G, H] -> [R, K, G, H], the first `num` of them; heads that lie apart are as many sequences."""
     (num_rows, num_kv_heads), block_size, mask = q.shape[:2], pages.shape[1], options.mask
     apart = num_kv_heads // pages.shape[2]
@@ -120,7 +138,7 @@ def _decode(q: Array, pages: Array, positions: Array, tables: Array, num: Array,
     return jnp.concatenate(parts).reshape(q.shape)
 
 
-def _prefill(q: Array, pages: Array, runs: Runs, options: Options) -> Array:
+def _prefill(q: Array, pages: Any, runs: Runs, options: Options) -> Array:
     """q [T, K, G, H] -> [T, K, G, H]; heads that lie apart are as many calls."""
     apart = q.shape[1] // pages.shape[2]
     tables = _pages_of(runs.tables, apart)
@@ -209,8 +227,10 @@ def _from_block(tables: Array, first: Array, width: int) -> Array:
     return jnp.take_along_axis(tables, first[:, None] + jnp.arange(width), axis=1, mode="clip")
 
 
-def _attend(q: Array, pages: Array, runs: Runs, max_rows: int, options: Options) -> Array:
+def _attend(q: Array, pages: Any, runs: Runs, max_rows: int, options: Options) -> Array:
     """q [T, K, G, H] -> [T, K, G, H]."""
+    if isinstance(pages, PairedPages):
+        return tpu_pages.attend(q, pages, runs, max_rows == DECODE_ROWS, options)
     num_rows, num_kv_heads, group, head_dim = q.shape
     block_size, tables = pages.shape[1], runs.tables
     per_block = cdiv(block_size, MOST_KEYS_OF_A_PAGE)

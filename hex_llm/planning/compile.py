@@ -31,6 +31,7 @@ from hex_llm.execution.kernel_choice import (
     page_shapes,
 )
 from hex_llm.execution.slots import SlotLayout
+from hex_llm.kernels.attention import LARGEST
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Param, Weights
 from hex_llm.models.quantized import Quantized, quantize
@@ -59,6 +60,7 @@ class Sizes(NamedTuple):
     tokens: int  # that there are KV pages for
     block_size: int
     max_len: int
+    kv_dtype: np.dtype[Any] = np.dtype(DTYPE)
 
 
 def described_params(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -91,8 +93,7 @@ def described_weights(weights: Weights, mesh: Any, kind: str) -> Any:
 
 
 def tpu_devices(num_chips: int, sizes: Sizes) -> Devices:
-    dtype = np.dtype(DTYPE)
-    return Devices("tpu", num_chips, sizes.block_size, dtype, dtype)
+    return Devices("tpu", num_chips, sizes.block_size, np.dtype(DTYPE), sizes.kv_dtype)
 
 
 def tpu_kernels(spec: ModelSpec, num_chips: int, sizes: Sizes) -> Kernels:
@@ -103,9 +104,10 @@ def held(context: programs.ProgramContext, sizes: Sizes) -> tuple[list[Any], Any
     """Pages and slots."""
     spec, mesh, layout = context.spec, context.mesh, context.layout
     num_blocks = -(-sizes.tokens // sizes.block_size) + 1
-    lie = NamedSharding(mesh, PAGES)
+    lie, empty = NamedSharding(mesh, PAGES), tpu_kernels(spec, mesh.size, sizes).empty_pages
     shapes = page_shapes(spec, tpu_devices(mesh.size, sizes), num_blocks)
-    pages = [jax.ShapeDtypeStruct(shape, DTYPE, sharding=lie) for shape in shapes]
+    made = [jax.eval_shape(partial(empty, shape, sizes.kv_dtype)) for shape in shapes]
+    pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie), made)
     slots = (layout.num_slots, layout.width)
     remembered = jax.ShapeDtypeStruct(slots, jnp.int32, sharding=NamedSharding(mesh, P()))
     return pages, remembered
@@ -154,13 +156,15 @@ def compiled_memory(option: Option) -> dict[str, Any]:
     config = found.paddings.config
     if option.slice.chip.platform != "tpu":
         raise ConfigError(f"--compile: {option.slice.name} is no TPU; choose one with --on")
-    if not {config.dtype, config.kv_cache_dtype} <= {"auto", "bfloat16"} or config.enable_lora:
-        raise ConfigError("--compile: only for bfloat16, and without adapters")
+    kv_dtype = Devices.of(config, "tpu", 1, np.dtype(DTYPE)).kv_dtype
+    is_known = config.dtype in ("auto", "bfloat16") and kv_dtype in (DTYPE, *LARGEST)
+    if not is_known or config.enable_lora:
+        raise ConfigError("--compile: only for bfloat16 and pages of it or of 8 bits, and without adapters")
     if problem := compiler_problem():
         raise ConfigError(f"--compile: there is no TPU compiler here: {problem}")
     shapes, most = found.paddings.all_shapes(), found.paddings.limits.max_decode_seqs
     kv_tokens, size, context = option.figures.kv_tokens, config.block_size, option.load.context
-    sizes = Sizes(most, context, shapes[-1].num_tokens, kv_tokens, size, context)
+    sizes = Sizes(most, context, shapes[-1].num_tokens, kv_tokens, size, context, kv_dtype)
     keys: dict[str, programs.Key] = {
         "decode": max(shape for shape in shapes if not shape.max_chunks),
         "prefill": shapes[-1],
