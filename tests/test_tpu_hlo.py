@@ -96,3 +96,18 @@ def test_cycles_that_were_scheduled() -> None:
     weights, kernel = 16 * 32 * 2 / 4, 30
     expected = 2 * weights + copied + jumped_over + kernel + without_bundles
     assert tpu_hlo.scheduled_cycles(STEP, dumped | {"kernel.1": 30}, bandwidth=4, flops=1e9) == expected
+
+
+def test_our_own_products_take_their_operations() -> None:
+    """As long as their bundles at least, of which a v5e's do not wait for its units."""
+    step = """
+ENTRY %main (a: bf16[64,32], w: bf16[2,16,32]) -> bf16[1,64,16] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %w = bf16[2,16,32]{2,1,0} parameter(1)
+  %product_of_many_rows.1 = bf16[1,64,16]{2,1,0} custom-call(%a, %w)
+}
+"""
+    operations = 2 * 64 * 32 * 32
+    for bundles, cycles in ((5, operations / 4), (operations, operations), (None, operations / 4)):
+        dumped = {"product_of_many_rows.1": bundles}
+        assert tpu_hlo.scheduled_cycles(step, dumped, bandwidth=1e9, flops=4) == cycles

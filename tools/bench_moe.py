@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hex_llm.execution.kernel_choice import in_words
+from hex_llm.execution.weight_layouts import in_words
 from hex_llm.kernels import experts, gpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Product, Tiling

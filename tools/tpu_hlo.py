@@ -15,10 +15,13 @@ from typing import NamedTuple
 SUMS, MOVES = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all", "collective-permute")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \([^\n]*\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
+MEMORY = re.compile(r"S\(\d+\)")
 PRODUCT = re.compile(r" = (\S+) (?:convolution|dot)\(%?([\w.-]+), %?([\w.-]+)\)")
+OUR_PRODUCT = "product_of_many_rows"
 DUMPED = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ *(L[HBE]|P[BF]|CT)?: *((?:> ?)*)\{(.*)$")
 LAST_OF_LOOP = re.compile(r"scmp\.\w+\.s32\.totalorder (\(%p\w+\), )?%s\w+, (\d+) /\* loop exit test")
+INDEX_OF_STAGES = re.compile(r"%(s\w+) = sphi [^;]*iteration index, stage = 0")
 SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 SIZES |= {"s8": 1, "u8": 1, "f8e4m3fn": 1, "s32": 4, "u32": 4, "f32": 4}
 
@@ -83,27 +86,34 @@ def estimated_cycles(hlo: str) -> int:
 def scheduled_cycles(hlo: str, dumped: dict[str, int | None], bandwidth: float, flops: float) -> int:
     """Of the main computation, by its bundles, but not less than its products take with `flops` operations a
     cycle, and what it reads and writes beyond vector memory with `bandwidth` bytes a cycle. `dumped`: of
-    instructions that are alike, one has bundles. What has none counts as it is estimated."""
+    instructions that are alike, wherever their arrays lie, one has bundles. What has none counts as it is
+    estimated."""
     main = instructions(entry(hlo))
     types = {one.name: one.result for one in main}
     products = _products(hlo)
 
-    def signature(one: Instruction) -> tuple[object, ...]:
-        return one.opcode, one.result, one.estimate, *(types.get(name) for name in one.operands)
+    def signatures(one: Instruction) -> list[tuple[object, ...]]:
+        lies = one.opcode, one.estimate, one.result, *(types.get(name) for name in one.operands)
+        anywhere = (MEMORY.sub("", part) if isinstance(part, str) else part for part in lies)
+        return [lies, tuple(anywhere)]
 
-    bundles = {signature(one): dumped[one.name] for one in main if one.name in dumped}
+    bundles = {
+        signature: dumped[one.name] for one in main if one.name in dumped for signature in signatures(one)
+    }
     total = 0.0
     for one in main:
-        scheduled, estimate = bundles.get(signature(one)), one.estimate
+        known = (bundles[signature] for signature in signatures(one) if signature in bundles)
+        scheduled, estimate = dumped.get(one.name, next(known, None)), one.estimate
+        given = [types.get(name, "") for name in one.operands]
+        called = re.search(r"calls=%([\w.-]+)", one.text)
+        multiplied = products.get(called[1], 0.0) if called else _by_kernel(one.name, given)
         if scheduled is None or one.opcode.removesuffix("-start") in SUMS + MOVES:
-            total += estimate or 0
+            total += estimate or multiplied / flops
             continue
         # Bundles that are jumped over count too, and what changes a part of what it is given does not move
         # all of it: of both the estimate is the most.
         most = scheduled if estimate is None else estimate
-        moved = sum(map(_outside, [one.result, *(types.get(name, "") for name in one.operands)]))
-        called = re.search(r"calls=%([\w.-]+)", one.text)
-        multiplied = products.get(called[1], 0.0) if called else 0.0
+        moved = sum(map(_outside, [one.result, *given]))
         total += max(min(scheduled, most), multiplied / flops, min(moved / bandwidth, most))
     return round(total)
 
@@ -111,12 +121,17 @@ def scheduled_cycles(hlo: str, dumped: dict[str, int | None], bandwidth: float, 
 def dumped_bundles(folder: Path) -> dict[str, int | None]:
     """By instruction; what --xla_jf_dump_to left in a folder."""
     named = ((DUMPED.fullmatch(file.name), file) for file in folder.iterdir())
-    return {found[1]: executed_bundles(file.read_text()) for found, file in named if found}
+    return {
+        found[1]: executed_bundles(file.read_text(), 1 if found[1].startswith(OUR_PRODUCT) else None)
+        for found, file in named
+        if found
+    }
 
 
-def executed_bundles(listing: str) -> int | None:
-    """Of a listing whose loops are marked by depth; None if it does not say how often one runs. All of a loop
-    counts in each of its rounds, also what some of them jump over."""
+def executed_bundles(listing: str, unknown: int | None = None) -> int | None:
+    """Of a listing whose loops are marked by depth. All of a loop counts in each of its rounds, also what
+    some of them jump over; `unknown`: the rounds of one of which it does not say how often it runs, None: no
+    outcome."""
     lines = [found.groups() for found in map(BUNDLE.match, listing.splitlines()) if found]
     depths = [0 if text.startswith("}") else marks.count(">") for _, marks, text in lines]  # empty: no marks
     begins = [i for i, (label, *_) in enumerate(lines) if label == "LB"]
@@ -129,11 +144,23 @@ def executed_bundles(listing: str) -> int | None:
         tests = [(depths[i], test) for i in range(begin, end) for test in LAST_OF_LOOP.finditer(lines[i][2])]
         # That of a loop around another one may be among those of the inner one, on condition.
         own = (int(test[2]) for at, test in tests if at == depth + bool(test[1]))
-        rounds = next(own, None)
+        rounds = _programs(lines[begin:end], next(own, None))
+        rounds = unknown if rounds is None else rounds
         if rounds is None:
             return None
         times[begin:end] = [n * rounds for n in times[begin:end]]
     return sum(times)
+
+
+def _programs(loop: list[tuple[str, str, str]], rounds: int | None) -> int | None:
+    """How often what is in a loop is done. One that reads ahead has a round or two more than programs: then
+    what begins with the first round ends before the last."""
+    index = INDEX_OF_STAGES.search(loop[0][2])
+    if rounds is None or index is None:
+        return rounds
+    ends = re.compile(rf"scmp\.(?:lt|ge)\.s32\.totalorder %{index[1]}, (\d+)")
+    found = [int(end) for *_, text in loop for end in ends.findall(text)]
+    return min((end for end in found if rounds - 2 <= end <= rounds), default=rounds)
 
 
 def _products(hlo: str) -> dict[str, float]:
@@ -145,6 +172,14 @@ def _products(hlo: str) -> dict[str, float]:
             sides = [product[1], *(types.get(operand, "") for operand in product.groups()[1:])]
             found[name] = 2 * math.sqrt(math.prod(_elements_of(side) for side in sides))
     return found
+
+
+def _by_kernel(name: str, given: list[str]) -> float:
+    """Operations of a call of kernels/tpu_dense.py, which is given rows [T, K] and a matrix [C, N, K]."""
+    if not name.startswith(OUR_PRODUCT):
+        return 0.0
+    [(_, rows, _), *_], [(_, matrix, _), *_] = (ARRAY.findall(type_) for type_ in given)
+    return 2 * _elements(rows) * _elements(matrix) / int(matrix.rpartition(",")[2])
 
 
 def _elements_of(type_: str) -> int:

@@ -2,7 +2,7 @@
 
 A weight is (code - zero) * scale + offset; of floats of 4 bits, a code is the whole number that is twice the
 float. `Quantized` expands itself wherever it is multiplied, so that XLA
-can run it on anything; kernels of our own take its arrays into theirs (execution/kernel_choice.py).
+can run it on anything; kernels of our own take its arrays into theirs (execution/weight_layouts.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Float8(GatedMatrix):
 
     codes: Any  # float8_e4m3fn
     scales: Any  # float32 [*outputs]
-    # By a kernel of our own (execution/kernel_choice.py): what is multiplied, where no norm gives it, which
+    # By a kernel of our own (execution/weight_layouts.py): what is multiplied, where no norm gives it, which
     # XLA rounds on its way; and what becomes of gates and ups, where it is for a matrix like this.
     rounds_rows: bool = field(default=False, metadata={"static": True})
     rounds_gated: bool = field(default=False, metadata={"static": True})

@@ -26,11 +26,10 @@ from hex_llm.execution.kernel_choice import (
     Devices,
     Kernels,
     choose_kernels,
-    for_tpus,
-    is_whole_part,
     page_shapes,
 )
 from hex_llm.execution.slots import SlotLayout
+from hex_llm.execution.weight_layouts import for_tpus
 from hex_llm.kernels.attention import LARGEST
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Param, Weights
@@ -88,8 +87,7 @@ def described_weights(weights: Weights, mesh: Any, kind: str) -> Any:
         return held
 
     loaded = jax.tree.map(one, weights, is_leaf=lambda node: isinstance(node, Dense | Quantized | Param))
-    lay_out = partial(for_tpus, make=results, mesh=abstract_mesh(mesh.size, kind))
-    return jax.tree.map(lay_out, loaded, is_leaf=is_whole_part)
+    return for_tpus(loaded, results, abstract_mesh(mesh.size, kind))
 
 
 def tpu_devices(num_chips: int, sizes: Sizes) -> Devices:
@@ -176,7 +174,10 @@ def compiled_memory(option: Option) -> dict[str, Any]:
         mesh = topology_mesh(f"{COMPILERS_NAMES.get(name, name)}:{option.slice.topology}")
         kind = mesh.devices.flat[0].device_kind
         setting = context_of(found.plan.held, mesh, kind, sizes)
-        parts = described_weights(found.plan.weights.weights, mesh, kind), *held(setting, sizes)
+        parts = (
+            described_weights(found.plan.weights.weights, mesh, kind),
+            *held(setting, sizes),
+        )
         for what, key in keys.items():
             function, arguments, donated, lie = programs.described(key, setting, *parts, {})
             program = jax.jit(function, donate_argnums=donated, out_shardings=lie).lower(*arguments).compile()

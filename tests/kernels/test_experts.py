@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.execution.kernel_choice import in_words
+from hex_llm.execution.weight_layouts import in_words
 from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_launch, tpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Tiling

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hex_llm.execution.kernel_choice import over_gpus
 from hex_llm.execution.programs import split_by_width
+from hex_llm.execution.weight_layouts import over_gpus
 from hex_llm.kernels import experts, gpu_experts, gpu_launch
 from hex_llm.kernels.experts import ExpertKernels, ExpertOptions
 from hex_llm.kernels.gpu_quantized import MAX_ROWS

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hex_llm.execution.kernel_choice import for_tpus
+from hex_llm.execution.weight_layouts import over_tpus
 from hex_llm.kernels import tpu_quantized
 from hex_llm.kernels.tpu_quantized import QuantizedColumns
 from hex_llm.models.linear import Dense
@@ -53,7 +53,7 @@ def close(got: Any, expected: Any) -> None:
 )
 def test_products(num_rows: int, shape: Any, num_outputs: int, to: Rounding, devices: int, spec: P) -> None:
     part = quantized(shape, num_outputs, to, devices, spec)
-    held = for_tpus(part)
+    held = over_tpus(part)
     assert isinstance(held.shard if devices > 1 else held, QuantizedColumns)
     x = rows(num_rows, int(np.prod(shape[num_outputs:])))
     with pltpu.force_tpu_interpret_mode():
@@ -67,18 +67,18 @@ def test_gates_and_ups_of_several_blocks_of_rows(monkeypatch: pytest.MonkeyPatch
     part = quantized((256, 2, 256), 2, INT4, 2, P(TP))
     x, bias = rows(40, 256), jnp.arange(512.0).reshape(256, 2) / 100
     with pltpu.force_tpu_interpret_mode():
-        out = jax.jit(lambda held, x: held.gated(x, jax.nn.silu, bias))(for_tpus(part), x)
+        out = jax.jit(lambda held, x: held.gated(x, jax.nn.silu, bias))(over_tpus(part), x)
     close(out, part.gated(x, jax.nn.silu, bias))
 
 
 def test_rows_of_a_table() -> None:
     part = quantized((256, 256), 1, INT4, 1, P())
     which = jnp.array([3, 200, 3])
-    close(for_tpus(part).rows(which), part.rows(which))
+    close(over_tpus(part).rows(which), part.rows(which))
 
 
 def test_what_the_kernel_is_not_for_is_expanded() -> None:
     part = quantized((96, 256), 1, INT4, 1, P())
-    held = for_tpus(part)
+    held = over_tpus(part)
     assert isinstance(held, Dense)
     close(held.array, part.expanded(jnp.bfloat16).array)

@@ -14,8 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hex_llm.execution.kernel_choice import for_tpus
 from hex_llm.execution.programs import split_by_width
+from hex_llm.execution.weight_layouts import over_tpus
 from hex_llm.kernels import experts, tpu_experts, tpu_quantized_experts
 from hex_llm.kernels.experts import ExpertKernels, ExpertOptions
 from hex_llm.kernels.sharded import ShardedMatrix
@@ -73,7 +73,7 @@ def held(
     gate_up = quantized((NUM_EXPERTS, 2, width, inputs), to, devices)
     bias = jnp.linspace(-1, 1, NUM_EXPERTS * 2 * width).reshape(NUM_EXPERTS, 2, width) if has_bias else None
     part = FeedForward(gate_up, quantized((NUM_EXPERTS, inputs, width), to, devices), bias)
-    return for_tpus(part), part
+    return over_tpus(part), part
 
 
 def expected(given: list[Any], part: FeedForward, options: ExpertOptions) -> np.ndarray:
