@@ -20,9 +20,10 @@ from hex_llm.kernels import cpu, gpu_float8, gpu_quantized, tpu_dense, tpu_quant
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, to_quantized_panels
 from hex_llm.kernels.gpu_quantized import QuantizedWords
 from hex_llm.kernels.sharded import by_device, first_axis, sharded
-from hex_llm.kernels.tpu_dense import DenseRows
+from hex_llm.kernels.tpu_dense import DenseRows, FilledTable
 from hex_llm.kernels.tpu_quantized import QuantizedColumns
 from hex_llm.kernels.tpu_quantized_experts import Codes, ExpertColumns
+from hex_llm.kernels.tpu_sinks import LANES
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import FeedForward, Weights
 from hex_llm.models.quantized import Float8, Quantized
@@ -43,15 +44,15 @@ def _is_whole_part(part: Any) -> bool:
     return _is_matrix(part) or (isinstance(part, FeedForward) and part.router is not None)
 
 
-def _each_layer(weights: Weights, change: Change, change_table: Change | None = None) -> Weights:
-    """`change_table` is for the embedding and the head."""
+def _each_layer(weights: Weights, change_part: Change, change_table: Change | None = None) -> Weights:
+    """Tables are the embedding and the head."""
 
-    def everywhere(tree: Any, change: Change) -> Any:
+    def everywhere(change: Change, tree: Any) -> Any:
         return jax.tree.map(change, tree, is_leaf=_is_whole_part)
 
     for i, layer in enumerate(weights.layers):
-        weights.layers[i] = everywhere(layer, change)
-    embed, head = (everywhere(table, change_table or change) for table in (weights.embed, weights.head))
+        weights.layers[i] = everywhere(change_part, layer)
+    embed, head = (everywhere(change_table or change_part, table) for table in (weights.embed, weights.head))
     return replace(weights, embed=embed, head=head)
 
 
@@ -115,13 +116,24 @@ def _compiled(function: Callable[[Any], Any], part: Any, lies: Any) -> Any:
 
 
 def for_tpus(weights: Weights, make: Make = _compiled, mesh: Any = None) -> Weights:
-    """What is quantized in columns, or expanded; of layers all else in rows, on chips that gain by it. `make`
-    is for arrays that are only described; kernels are then lowered for `mesh`."""
-    columns: Change = partial(over_tpus, make=make, mesh=mesh)
+    """What is quantized in columns, or expanded; of layers all else in rows, on chips that gain by it; tables
+    in whole lanes. `make` is for arrays that are only described; kernels are then lowered for `mesh`."""
     norm = weights.norm
-    if norm.dtype != jnp.bfloat16 or not _kind_of(mesh or norm.sharding.mesh).startswith(WITH_LARGE_UNITS):
-        return _each_layer(weights, columns)
-    return _each_layer(weights, partial(over_tpus, make=make, mesh=mesh, with_rows=True), columns)
+    kind = _kind_of(mesh or norm.sharding.mesh)
+    with_rows = norm.dtype == jnp.bfloat16 and kind.startswith(WITH_LARGE_UNITS)
+
+    def change_table(table: Any) -> Any:
+        if not isinstance(table, Dense):
+            return over_tpus(table, make, mesh)
+        fills_lanes = table.array.shape[1] % LANES == 0
+        return table if fills_lanes else make(_in_table, table, table.array.sharding)
+
+    change_part = partial(over_tpus, make=make, mesh=mesh, with_rows=with_rows)
+    return _each_layer(weights, change_part, change_table)
+
+
+def _in_table(part: Dense) -> FilledTable:
+    return tpu_dense.to_table(part.array)
 
 
 def _kind_of(mesh: Mesh | AbstractMesh) -> str:

@@ -1,7 +1,7 @@
 """Products of many rows on TPUs: one Pallas kernel, which makes gates of what it multiplies on the way.
 
 XLA norms the rows, and applies the activation, in each tile of a product anew, which is more than its units
-can do beside multiplying.
+can do beside multiplying. And tables whose rows are no whole lanes.
 """
 
 from __future__ import annotations
@@ -63,6 +63,28 @@ class DenseRows(GatedMatrix):
         if len(x) < MANY_ROWS:
             return jnp.einsum("tk,cnk->ctn", x, self.array, preferred_element_type=x.dtype)
         return multiply(x, self.array, activation)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FilledTable(GatedMatrix):
+    """A Matrix [V, D] whose rows are filled up to whole lanes. Others XLA lays column by column, and writes
+    all of one anew wherever some of its rows are read."""
+
+    array: Any  # [V, D or more]
+    num_inputs: int = field(metadata={"static": True})
+
+    def matmul(self, x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, self.array.shape[1] - self.num_inputs)))
+        return lax.dot_general(x, self.array, SUMMED, preferred_element_type=x.dtype)
+
+    def rows(self, which: Array) -> Array:
+        return self.array[which][:, : self.num_inputs]
+
+
+def to_table(array: Array) -> FilledTable:
+    num_inputs = array.shape[1]
+    return FilledTable(jnp.pad(array, ((0, 0), (0, -num_inputs % LANES))), num_inputs)
 
 
 def to_rows(array: Array, *, num_output_axes: int) -> DenseRows:

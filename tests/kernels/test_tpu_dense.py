@@ -82,3 +82,12 @@ def test_a_row_that_is_no_number_stays_one() -> None:
 def test_what_is_no_whole_lanes_stays_as_it_is() -> None:
     matrix = dense((192, 256), 1, 2, P(TP))
     assert over_tpus(matrix, with_rows=True) is matrix
+
+
+def test_a_table_whose_rows_are_no_whole_lanes() -> None:
+    array = normal(6, 200)
+    table = tpu_dense.to_table(jnp.array(array))
+    assert table.array.shape == (6, 256)
+    close(table.rows(jnp.array([4, 0, 4])), array[[4, 0, 4]])
+    x = normal(3, 200)
+    close(table.matmul(jnp.array(x)), x @ array.T)
