@@ -30,6 +30,7 @@ from hex_llm.kernels import (
 )
 from hex_llm.kernels.adapters import AdapterKernels
 from hex_llm.kernels.attention import LARGEST, AttentionKernels, Batch, KVPages, Options, empty_pages
+from hex_llm.kernels.codes import E2M1_GROUP
 from hex_llm.kernels.cpu_quantized import block_of
 from hex_llm.kernels.experts import ExpertKernels
 from hex_llm.kernels.gpu_launch import MIN_DOT
@@ -122,7 +123,9 @@ def _can_multiply(form: Form, routed: bool, spec: ModelSpec, devices: Devices) -
     if not form.group and not routed:
         return devices.dtype != np.float32
     fits = not routed or gpu_experts.can_fuse(spec.activation, devices.dtype)
-    return fits and gpu_quantized.can_multiply(form.bits, form.group, devices.dtype, form.is_float)
+    # Of experts, weight_layouts makes groups whole again that lie on two devices.
+    group = E2M1_GROUP if routed and form.is_e2m1 else form.group
+    return fits and gpu_quantized.can_multiply(form.bits, group, devices.dtype, form.is_float)
 
 
 def _panel_width(spec: ModelSpec, devices: Devices) -> int | None:

@@ -13,13 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.kernels import cpu, gpu_float8, gpu_quantized, tpu_dense, tpu_quantized, tpu_quantized_experts
+from hex_llm.kernels.codes import E2M1_GROUP
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, to_quantized_panels
 from hex_llm.kernels.gpu_quantized import QuantizedWords
-from hex_llm.kernels.sharded import by_device, first_axis, sharded
+from hex_llm.kernels.sharded import by_device, filled, first_axis, sharded
 from hex_llm.kernels.tpu_dense import DenseRows, FilledTable
 from hex_llm.kernels.tpu_quantized import QuantizedColumns
 from hex_llm.kernels.tpu_quantized_experts import Codes, ExpertColumns
@@ -74,6 +76,7 @@ def for_gpus(weights: Weights, is_alone: bool, can_gate: bool) -> Weights:
 def _for_gpus(part: Any) -> Any:
     if isinstance(part, FeedForward):
         shared = jax.tree.map(_for_gpus, part.shared, is_leaf=_is_matrix)
+        part = _in_whole_groups(part) if _has_cut_groups(part.down) else part
         return replace(part, gate_up=over_gpus(part.gate_up), down=over_gpus(part.down), shared=shared)
     if isinstance(part, Quantized) and part.is_whole:
         outputs = part.codes.shape[: part.num_outputs]
@@ -94,6 +97,45 @@ def in_words(part: Quantized) -> QuantizedWords:
     arrays, is_float = (part.unpacked(), part.scales, part.offsets), part.codes.dtype == jnp.float8_e4m3fn
     kind: dict[str, Any] = {"bits": part.bits, "zero": part.zero, "is_float": is_float or part.is_e2m1}
     return gpu_quantized.to_words(*arrays, num_output_axes=part.num_outputs, **kind)
+
+
+def _has_cut_groups(part: Any) -> bool:
+    return isinstance(part, Quantized) and part.is_e2m1 and part.group < E2M1_GROUP
+
+
+def _in_whole_groups(part: FeedForward) -> FeedForward:
+    """Experts whose groups of inputs lie on two devices, and so came divided: each device's part of the width
+    begins where it would in a whole group, and is filled up, so that its groups are whole again."""
+    given = part.gate_up, part.down, part.gate_up_bias
+    lies = part.gate_up.codes.sharding
+    whole = _whole_groups(lies.mesh, jax.tree.map(lambda array: array.sharding.spec, given))
+    gate_up, down, bias = whole(given)
+    return replace(part, gate_up=gate_up, down=down, gate_up_bias=bias)
+
+
+@cache
+def _whole_groups(mesh: Any, lie: Any) -> Callable[[Any], Any]:
+    def local(gate_up: Quantized, down: Quantized, bias: Array | None) -> tuple[Any, ...]:
+        width, group = down.codes.shape[-1] * 2, down.group
+        first = jax.lax.axis_index(TP) * width % E2M1_GROUP
+        length = -(-(width + E2M1_GROUP - group) // E2M1_GROUP) * E2M1_GROUP
+        put = partial(filled, axis=2, length=length, first=first)
+        ups = replace(gate_up, codes=put(gate_up.codes), scales=_of_zeros(put(gate_up.scales)))
+        codes = filled(down.codes, axis=2, length=length // 2, first=first // 2)
+        scales = filled(down.scales, axis=2, length=length // group, first=first // group)
+        scales = scales.reshape(*scales.shape[:2], -1, E2M1_GROUP // group).max(axis=-1)
+        downs = replace(down, codes=codes, scales=_of_zeros(scales))
+        return ups, downs, None if bias is None else put(bias)
+
+    out = P(None, None, TP)
+    return jax.jit(
+        lambda given: jax.shard_map(local, mesh=mesh, in_specs=lie, out_specs=out, check_vma=False)(*given)
+    )
+
+
+def _of_zeros(scales: Array) -> Array:
+    """A scale of 0 has no exponent: what fills a matrix up is scaled by 1."""
+    return jnp.where(scales == 0, 1, scales)
 
 
 def _ffn_rounding(ffn: FeedForward, can_gate: bool) -> FeedForward:
@@ -215,8 +257,8 @@ def _fits_expert_columns(part: Any) -> bool:
 def _group(part: Quantized) -> int:
     """As the kernel has it; 0: all inputs of a device."""
     if part.is_e2m1:
-        return tpu_quantized_experts.E2M1_GROUP
-    return 0 if part.is_whole else part.codes.shape[-1] * 8 // part.bits // part.scales.shape[-1]
+        return E2M1_GROUP
+    return 0 if part.is_whole else part.group
 
 
 def _expanded(part: Quantized, make: Make) -> Any:

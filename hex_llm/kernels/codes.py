@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+E2M1_GROUP = 32  # inputs that share a scale in all files with floats of 4 bits
+
 
 def doubled_e2m1(codes: Array) -> Array:
     """Floats of 4 bits, doubled, which makes them whole numbers: int8."""

@@ -101,3 +101,9 @@ def sharded(shard: Any, mesh: Any, spec: P, num_outputs: int) -> Any:
 def first_axis(spec: P) -> P:
     """Of the mesh, that something is split over."""
     return P(next((axis for axis in spec if axis is not None), None))
+
+
+def filled(array: Array, axis: int, length: int, first: Any = 0) -> Array:
+    """With zeros before and behind it, so long."""
+    shape = *array.shape[:axis], length, *array.shape[axis + 1 :]
+    return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, array.dtype), array, first, axis)

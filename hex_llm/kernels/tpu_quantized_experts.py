@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from hex_llm.kernels.codes import E2M1_GROUP
 from hex_llm.kernels.experts import ExpertOptions, by_expert
+from hex_llm.kernels.sharded import filled
 from hex_llm.kernels.tpu_quantized import (
     CENTRE,
     CHUNK,
@@ -32,7 +34,6 @@ from hex_llm.kernels.tpu_quantized import (
 from hex_llm.kernels.tpu_sinks import LANES
 
 MIN_ROWS, MAX_ROWS = 16, 128  # of a block: what fills it up is multiplied too
-E2M1_GROUP = 32  # of all files
 
 
 def can_multiply(group: int) -> bool:
@@ -84,15 +85,15 @@ def columns(gate_up: Codes, down: Codes, bias: Array | None, index: Array) -> tu
     num = gate_up.codes.shape[-1]
     ups = _columns(gate_up, places, Stretch(0, _up(num)), gate_up.group)
     downs = _columns(down, Stretch(0, _up(down.codes.shape[1])), places, group)
-    return ups, downs, None if bias is None else _filled(bias, 2, *places[::-1])
+    return ups, downs, None if bias is None else filled(bias, 2, *places[::-1])
 
 
 def _columns(part: Codes, outputs: Stretch, inputs: Stretch, group: int) -> tuple[Any, ...]:
     codes, scales, offsets, bits, zero, is_e2m1 = part
 
     def turned(array: Array, inputs: Stretch) -> Array:
-        array = _filled(array, array.ndim - 2, outputs.length, outputs.first)
-        array = _filled(array, array.ndim - 1, inputs.length, inputs.first)
+        array = filled(array, array.ndim - 2, outputs.length, outputs.first)
+        array = filled(array, array.ndim - 1, inputs.length, inputs.first)
         return array.reshape(len(array), -1, inputs.length).swapaxes(1, 2)
 
     def table(array: Array) -> Array:
@@ -102,7 +103,7 @@ def _columns(part: Codes, outputs: Stretch, inputs: Stretch, group: int) -> tupl
         else:
             rows = turned(array, Stretch(inputs.first // part.group, inputs.length // part.group))
             rows = rows.reshape(len(rows), -1, group // part.group, rows.shape[-1]).max(axis=2)
-        return _filled(rows, 1, rows.shape[1] + -rows.shape[1] % TABLE_ROWS)
+        return filled(rows, 1, rows.shape[1] + -rows.shape[1] % TABLE_ROWS)
 
     if is_e2m1:  # twice the floats, of which 8 and 12 are no int4
         codes = jnp.where(jnp.abs(codes) < 8, codes, codes // 2 + jnp.sign(codes)).astype(jnp.int4)
@@ -111,11 +112,6 @@ def _columns(part: Codes, outputs: Stretch, inputs: Stretch, group: int) -> tupl
     if zero:
         offsets = (0 if offsets is None else offsets) - zero * scales
     return turned(codes, inputs), table(scales), None if offsets is None else table(offsets)
-
-
-def _filled(array: Array, axis: int, length: int, first: Any = 0) -> Array:
-    shape = *array.shape[:axis], length, *array.shape[axis + 1 :]
-    return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, array.dtype), array, first, axis)
 
 
 def _up(size: int) -> int:
@@ -149,7 +145,7 @@ def fused_moe(
     def product(x: Array, matrix: ExpertColumns) -> Array:
         return _multiply(x, matrix, expert, block_ends[-1:], rows)
 
-    inputs = _filled(x, 1, gate_up.codes.shape[1])[pairs // per_token]
+    inputs = filled(x, 1, gate_up.codes.shape[1])[pairs // per_token]
     if options.scale_input:
         inputs *= scores.reshape(-1)[pairs, None].astype(x.dtype)
     both = product(inputs, gate_up).reshape(num_blocks, rows, -1)

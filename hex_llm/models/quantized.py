@@ -68,6 +68,11 @@ class Quantized:
         return doubled_e2m1(self.unpacked()) if self.is_e2m1 else self.unpacked()
 
     @property
+    def group(self) -> int:
+        """Inputs, along the last axis, that share a scale."""
+        return int(self.codes.shape[-1] * 8 // self.bits // self.scales.shape[-1])
+
+    @property
     def number_bits(self) -> int:
         return 8 if self.is_e2m1 else self.bits
 
