@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from hex_llm.kernels.experts import Activation, GatedMatrix
+from hex_llm.kernels.experts import Activation, FusedMatrix, GatedMatrix
 from hex_llm.kernels.tpu_sinks import LANES
 
 MANY_ROWS = 512  # fewer are bound by the reading of weights
@@ -38,31 +38,24 @@ def can_multiply(shape: tuple[int, ...]) -> bool:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DenseRows(GatedMatrix):
+class DenseRows(FusedMatrix):
     """A Matrix (models/linear.py) [*outputs, *inputs]. C is 2 for gates and ups [F, 2, D], else 1."""
 
     array: Any  # [C, N, K]
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
-    def matmul(self, x: Array) -> Array:
-        return jnp.moveaxis(self._products(x), 0, -1).reshape(len(x), *self.outputs)
+    def products(self, x: Array) -> Array:
+        if len(x) < MANY_ROWS:
+            return jnp.einsum("tk,cnk->ctn", x, self.array, preferred_element_type=x.dtype)
+        return multiply(x, self.array)
 
     def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
         if bias is None and len(x) >= MANY_ROWS:
-            return self._products(x, activation)[0]
-        gates, ups = self._products(x)
-        if bias is not None:
-            gates, ups = gates + bias[:, 0], ups + bias[:, 1]
-        return activation(gates) * ups
+            return multiply(x, self.array, activation)[0]
+        return super().gated(x, activation, bias)
 
     def rows(self, which: Array) -> Array:
         return self.array[0][which]
-
-    def _products(self, x: Array, activation: Activation | None = None) -> Array:
-        """[C, T, N]; of gates and ups with an activation, one of both."""
-        if len(x) < MANY_ROWS:
-            return jnp.einsum("tk,cnk->ctn", x, self.array, preferred_element_type=x.dtype)
-        return multiply(x, self.array, activation)
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from hex_llm.kernels.experts import Activation, GatedMatrix
+from hex_llm.kernels.experts import FusedMatrix
 from hex_llm.kernels.tpu_sinks import LANES
 
 CHUNK = 128  # inputs that are expanded at a time, where they share a scale
@@ -41,7 +41,7 @@ def can_multiply(codes: tuple[int, ...], scales: tuple[int, ...]) -> bool:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class QuantizedColumns(GatedMatrix):
+class QuantizedColumns(FusedMatrix):
     """A Matrix (models/linear.py) [*outputs, *inputs]: a weight is code * scale + offset. C is 2 for gates
     and ups [F, 2, D], else 1."""
 
@@ -50,14 +50,8 @@ class QuantizedColumns(GatedMatrix):
     offsets: Any | None  # likewise
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
-    def matmul(self, x: Array) -> Array:
-        return jnp.moveaxis(_multiply(x, self), 0, -1).reshape(len(x), *self.outputs)
-
-    def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
-        gates, ups = _multiply(x, self)
-        if bias is not None:
-            gates, ups = gates + bias[:, 0], ups + bias[:, 1]
-        return activation(gates) * ups
+    def products(self, x: Array) -> Array:
+        return _multiply(x, self)
 
     def rows(self, which: Array) -> Array:
         codes, scales = self.codes[0][:, which], self.scales[0][:, which]
