@@ -21,7 +21,7 @@ from hex_llm.kernels import cpu, gpu_float8, gpu_quantized, tpu_dense, tpu_quant
 from hex_llm.kernels.codes import E2M1_GROUP
 from hex_llm.kernels.cpu_quantized import QuantizedPanels, to_quantized_panels
 from hex_llm.kernels.gpu_quantized import QuantizedWords
-from hex_llm.kernels.sharded import by_device, filled, first_axis, sharded
+from hex_llm.kernels.sharded import by_device, filled, first_axis, in_whole_groups, sharded
 from hex_llm.kernels.tpu_dense import DenseRows, FilledTable
 from hex_llm.kernels.tpu_quantized import QuantizedColumns
 from hex_llm.kernels.tpu_quantized_experts import Codes, ExpertColumns
@@ -104,8 +104,7 @@ def _has_cut_groups(part: Any) -> bool:
 
 
 def _in_whole_groups(part: FeedForward) -> FeedForward:
-    """Experts whose groups of inputs lie on two devices, and so came divided: each device's part of the width
-    begins where it would in a whole group, and is filled up, so that its groups are whole again."""
+    """Experts whose groups of inputs lie on two devices, and so came divided, with whole ones again."""
     given = part.gate_up, part.down, part.gate_up_bias
     lies = part.gate_up.codes.sharding
     whole = _whole_groups(lies.mesh, jax.tree.map(lambda array: array.sharding.spec, given))
@@ -117,8 +116,7 @@ def _in_whole_groups(part: FeedForward) -> FeedForward:
 def _whole_groups(mesh: Any, lie: Any) -> Callable[[Any], Any]:
     def local(gate_up: Quantized, down: Quantized, bias: Array | None) -> tuple[Any, ...]:
         width, group = down.codes.shape[-1] * 2, down.group
-        first = jax.lax.axis_index(TP) * width % E2M1_GROUP
-        length = -(-(width + E2M1_GROUP - group) // E2M1_GROUP) * E2M1_GROUP
+        first, length = in_whole_groups(jax.lax.axis_index(TP), width, group, E2M1_GROUP, unit=E2M1_GROUP)
         put = partial(filled, axis=2, length=length, first=first)
         ups = replace(gate_up, codes=put(gate_up.codes), scales=_of_zeros(put(gate_up.scales)))
         codes = filled(down.codes, axis=2, length=length // 2, first=first // 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +101,19 @@ def sharded(shard: Any, mesh: Any, spec: P, num_outputs: int) -> Any:
 def first_axis(spec: P) -> P:
     """Of the mesh, that something is split over."""
     return P(next((axis for axis in spec if axis is not None), None))
+
+
+class Stretch(NamedTuple):
+    """Where an axis lies in one that is filled up with zeros."""
+
+    first: Any
+    length: int
+
+
+def in_whole_groups(index: Any, width: int, group: int, whole: int, unit: int) -> Stretch:
+    """Of a device's part, so wide, of what came in finer groups since whole ones lay on two devices: it
+    begins where it would in a whole one, and fills units."""
+    return Stretch(index * width % whole, -(-(width + whole - group) // unit) * unit)
 
 
 def filled(array: Array, axis: int, length: int, first: Any = 0) -> Array:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from hex_llm.kernels.codes import E2M1_GROUP
 from hex_llm.kernels.experts import ExpertOptions, by_expert
-from hex_llm.kernels.sharded import filled
+from hex_llm.kernels.sharded import Stretch, filled, in_whole_groups
 from hex_llm.kernels.tpu_quantized import (
     CENTRE,
     CHUNK,
@@ -68,20 +68,12 @@ class Codes(NamedTuple):
         return self.codes.shape[-1] // self.scales.shape[-1]
 
 
-class Stretch(NamedTuple):
-    """Where an axis lies in one that is filled up with zeros."""
-
-    first: Any
-    length: int
-
-
 def columns(gate_up: Codes, down: Codes, bias: Array | None, index: Array) -> tuple[Any, Any, Any]:
     """The arrays of ExpertColumns of both, and the bias of gates and ups, of the device with this index.
 
-    Where a group of e2m1 lies on two devices, it came divided. Its part begins where it would in a whole one,
-    so that it is one again."""
+    Where a group of e2m1 lies on two devices, it came divided, and is made one again."""
     width, group = down.codes.shape[-1], E2M1_GROUP if down.is_e2m1 else down.group
-    places = Stretch(index * width % group, _up(width + group - down.group))
+    places = in_whole_groups(index, width, down.group, group, LANES)
     num = gate_up.codes.shape[-1]
     ups = _columns(gate_up, places, Stretch(0, _up(num)), gate_up.group)
     downs = _columns(down, Stretch(0, _up(down.codes.shape[1])), places, group)
