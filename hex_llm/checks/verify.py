@@ -139,8 +139,12 @@ def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = Fal
         weights = adapt(weights, runner.adapters, jnp.ones(num, jnp.int32), runner.context.adapter_kernels)
     with jax.default_matmul_precision(runner.precision):
         x = decoder.embed(spec, weights, jnp.asarray(prompt_ids))
-        left = list(decoder.blocks(spec, weights, x, lengths, runner.pages, batch, *kernels))
-        states = [x, *(after for after, _, _ in left[:-1]), left[-1][1]]
+        attended = decoder.attended(spec, weights, x, lengths, runner.pages, batch, *kernels)
+        left = [
+            decoder.feed_forward(spec, weights, i, after, normed, kernels[1])
+            for i, (after, normed, _) in enumerate(attended)
+        ]
+        states = [x, *(after for after, _ in left[:-1]), left[-1][1]]
     return [np.asarray(state, np.float32) for state in states]
 
 

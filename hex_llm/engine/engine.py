@@ -35,7 +35,7 @@ from hex_llm.scheduling.limits import StepTimes
 from hex_llm.scheduling.scheduler import Scheduler
 from hex_llm.scheduling.sequence import Sequence
 from hex_llm.text.grammar import GrammarFactory
-from hex_llm.types import Pooling, Request, StepPlan, TokenLogprobs, Update
+from hex_llm.types import Chunk, Pooling, Request, StepPlan, TokenLogprobs, Update
 
 Watched = zmq.Socket[bytes] | int  # a socket, or a file by its number
 MIN_WAITED_S = 2e-4  # for a step; if it is waited for less, the host may have come too late
@@ -386,7 +386,7 @@ class Stepper:
             return told
         [token_id] = chosen.token_ids[row]
         last = sum(chunk.num_tokens for chunk in step.plan.chunks[: row + 1]) - 1
-        hidden = np.asarray(step.hidden)[last : last + 1]
+        hidden = self.runner.hidden(step, np.array([last]), np.array([choice.adapter]))
         if not ids:
             return self.runner.logprobs_of(hidden, np.array([token_id], np.int32), num_top, choice.adapter)
         labels = np.array(ids, np.int32)
@@ -407,31 +407,36 @@ class Stepper:
                     choice.prompt_logprobs[chunk.position :] = logprobs
 
     def _keep_pooled(self, book: RequestBook, step: InFlight, sequences: list[Sequence]) -> None:
+        wanted, end = [], 0
+        for chunk, sequence in zip(step.plan.chunks, sequences, strict=True):
+            tokens, end = range(end, end + chunk.num_tokens), end + chunk.num_tokens
+            own, choice = pooled_tokens(sequence.params.pooling, chunk, tokens), book.choice_of(sequence)
+            if own and choice is not None:
+                wanted.append((sequence, choice, chunk, own))
+        if not wanted:
+            return
+        places = np.concatenate([list(own) for *_, own in wanted])
+        adapters = np.concatenate([[choice.adapter] * len(own) for _, choice, _, own in wanted])
         try:
-            hidden, end = np.asarray(step.hidden), 0
+            hidden = self.runner.hidden(step, places, adapters)
         except EngineStopped as error:  # its devices are elsewhere, and gone
             for sequence in sequences:
                 book.fail(sequence, error)
             return
-        for chunk, sequence in zip(step.plan.chunks, sequences, strict=True):
-            start, end, kind = end, end + chunk.num_tokens, sequence.params.pooling
-            choice = book.choice_of(sequence)
-            if kind is None or choice is None:
-                continue
+        parts = np.split(hidden, np.cumsum([len(own) for *_, own in wanted])[:-1])
+        for (sequence, choice, chunk, _), states in zip(wanted, parts, strict=True):
+            kind = sequence.params.pooling
             if kind == "mean":  # what a preemption has left of an earlier sum does not count
                 before = choice.pooled if chunk.position and choice.pooled is not None else 0
-                total = before + hidden[start:end].sum(axis=0, dtype=np.float64)
+                total = before + states.sum(axis=0, dtype=np.float64)
                 choice.pooled = total / chunk.end if chunk.samples else total
-            elif kind == "cls" and chunk.position == 0:
-                choice.pooled = hidden[start]
-            elif kind == "last" and chunk.samples:
-                choice.pooled = hidden[end - 1]
-            elif kind == "tokens" and chunk.samples:
+            elif kind == "tokens":
                 ids = np.array(sequence.params.allowed_token_ids or (), np.int32)
-                behind = hidden[end - 1 : end].repeat(len(ids), 0)
                 with book.failing(sequence):
-                    logprobs = self.runner.logprobs_of(behind, ids, 0, choice.adapter)
+                    logprobs = self.runner.logprobs_of(states.repeat(len(ids), 0), ids, 0, choice.adapter)
                     choice.pooled = np.array([one.logprob for one in logprobs])
+            else:
+                choice.pooled = states[0]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -440,3 +445,12 @@ class Stepper:
             yield
         finally:
             setattr(self._step, name, time.perf_counter() - started)
+
+
+def pooled_tokens(kind: str | None, chunk: Chunk, tokens: range) -> range:
+    """Those of a chunk's tokens whose hidden states such a pooling reads."""
+    if kind == "mean":
+        return tokens
+    if kind == "cls":
+        return tokens[:1] if chunk.position == 0 else range(0)
+    return tokens[-1:] if kind and chunk.samples else range(0)

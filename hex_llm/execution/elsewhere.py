@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hex_llm.errors import EngineStopped, HexError
 from hex_llm.execution.adapters import HostAdapter
 from hex_llm.execution.batch import Ints, Paddings, StepShape
-from hex_llm.execution.leading import Call, Launch, Place, Score, Write, carry_out
+from hex_llm.execution.leading import Call, Finish, Launch, Place, Score, Write, carry_out
 from hex_llm.execution.messages import Address, Answer, Loaded, Tensor, Told, Warm
 from hex_llm.execution.moving import Post
 from hex_llm.execution.profile import Recorder
@@ -58,13 +58,13 @@ class Drop(msgspec.Struct, tag=True, array_like=True):
     parcel: int
 
 
-class Hidden(msgspec.Struct, tag=True, array_like=True):
-    """The hidden states of one of the last steps are asked for."""
+class States(msgspec.Struct, tag=True, array_like=True):
+    """Those of one of the last steps are asked for."""
 
     step: int
 
 
-_CALLS = msgspec.msgpack.Decoder(Call | Take | Put | Drop | Hidden)
+_CALLS = msgspec.msgpack.Decoder(Call | Take | Put | Drop | States)
 
 
 class Line(Protocol):
@@ -147,11 +147,11 @@ class RemoteRunner(StepRunner):
         self._asked.popleft().answer = answer
         self.num_late_compiles = max(self.num_late_compiles, answer.num_late_compiles)
 
-    def tell(self, call: Call | Take | Put | Drop | Hidden) -> None:
+    def tell(self, call: Call | Take | Put | Drop | States) -> None:
         if self.is_up:
             self._line.tell(msgspec.msgpack.encode(call))
 
-    def _ask(self, call: Launch | Score | Hidden) -> Coming:
+    def _ask(self, call: Launch | Finish | Score | States) -> Coming:
         coming = Coming(self._line)
         self._asked.append(coming)
         self.tell(call)
@@ -160,10 +160,13 @@ class RemoteRunner(StepRunner):
     def launch(self, shape: StepShape, packed: Ints, num_rows: int) -> Launched:
         self._num_launched += 1
         choices = self._ask(Launch(shape, Tensor.of(packed), num_rows))
-        return Launched(choices, HiddenElsewhere(self, self._num_launched))
+        return Launched(choices, StatesElsewhere(self, self._num_launched))
 
-    def hidden_of(self, step: int) -> npt.NDArray[Any]:
-        return np.asarray(self._ask(Hidden(step)))
+    def states_of(self, step: int) -> npt.NDArray[Any]:
+        return np.asarray(self._ask(States(step)))
+
+    def finish(self, states: npt.NDArray[Any], adapters: Ints) -> npt.NDArray[Any]:
+        return np.asarray(self._ask(Finish(Tensor.of(states), Tensor.of(adapters))))
 
     def logprobs_of(
         self, hidden: npt.NDArray[Any], following: Ints, num_top: int, adapter: int = 0
@@ -195,14 +198,14 @@ class RemoteRunner(StepRunner):
         return self._line.warm.seconds
 
 
-class HiddenElsewhere:
-    """The hidden states of a step: fetched by who looks at them, which few do."""
+class StatesElsewhere:
+    """The tokens as a step left them: fetched by who looks at them, which few do."""
 
     def __init__(self, runner: RemoteRunner, step: int) -> None:
         self._runner, self._step = runner, step
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        return self._runner.hidden_of(self._step)
+        return self._runner.states_of(self._step)
 
 
 class CarriedOut:
@@ -210,7 +213,7 @@ class CarriedOut:
 
     def __init__(self, runner: Runner, post: Post, tell: Callable[[Told], None]) -> None:
         self._runner, self._post, self._tell = runner, post, tell
-        self._hidden: deque[tuple[int, jax.Array]] = deque(maxlen=MAX_OPEN)
+        self._states: deque[tuple[int, jax.Array]] = deque(maxlen=MAX_OPEN)
         self._num_launched = 0
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._answer, name="answers", daemon=True).start()
@@ -224,13 +227,13 @@ class CarriedOut:
                 self._runner.put_blocks(blocks, self._post.take(parcel))
             case Drop(parcel):
                 self._post.drop(parcel)
-            case Hidden(step):
-                self._answers.put(dict(self._hidden)[step])
+            case States(step):
+                self._answers.put(dict(self._states)[step])
             case Launch() as call:
                 self._launch(call)
             case call:
-                if (logprobs := carry_out(self._runner, call)) is not None:
-                    self._answers.put(logprobs)
+                if (answer := carry_out(self._runner, call)) is not None:
+                    self._answers.put(answer)
 
     def _launch(self, call: Launch) -> None:
         self._num_launched += 1
@@ -241,7 +244,7 @@ class CarriedOut:
             return
         assert isinstance(launched, Launched)
         launched.choices.copy_to_host_async()
-        self._hidden.append((self._num_launched, launched.hidden))
+        self._states.append((self._num_launched, launched.states))
         self._answers.put(launched.choices)
 
     def _answer(self) -> None:

@@ -15,7 +15,7 @@ class Work(NamedTuple):
     each product that is added up. What padding costs is not among them."""
 
     per_token: int
-    per_choice: int  # of the head, where a token is chosen
+    per_choice: int  # of the last feed-forward and the head, where a token is chosen
     per_pair: dict[float, int]  # how far back layers look: of a token with each that it sees, in all of them
 
     @classmethod
@@ -26,7 +26,9 @@ class Work(NamedTuple):
             num_vectors = 2 * (heads.num + heads.num_kv) - layer.keys_as_values * heads.num_kv
             in_layers += spec.hidden_size * (heads.dim * num_vectors + _ffn_width(layer))
             per_pair[float(mask.window or mask.attention_chunk or "inf")] += 4 * heads.num * heads.dim
-        return cls(2 * in_layers, 2 * spec.hidden_size * spec.vocab_size, dict(per_pair))
+        last = spec.hidden_size * _ffn_width(spec.layers[-1])
+        in_head = spec.hidden_size * spec.vocab_size
+        return cls(2 * (in_layers - last), 2 * (last + in_head), dict(per_pair))
 
     def in_step(self, chunks: Sequence[Chunk]) -> float:
         """There may be hundreds of them, so this is done in few passes."""

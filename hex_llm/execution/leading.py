@@ -36,6 +36,11 @@ class Write(msgspec.Struct, tag=True, array_like=True):
         return cls(columns, list(slots), Tensor.of(np.stack(values)))
 
 
+class Finish(msgspec.Struct, tag=True, array_like=True):
+    states: Tensor
+    adapters: Tensor
+
+
 class Score(msgspec.Struct, tag=True, array_like=True):
     hidden: Tensor
     following: Tensor
@@ -54,7 +59,7 @@ class Place(msgspec.Struct, tag=True, array_like=True):
         return cls(slot, adapter.digest, matrices)
 
 
-Call = Launch | Write | Score | Place
+Call = Launch | Write | Finish | Score | Place
 _DECODER = msgspec.msgpack.Decoder(Call)
 
 
@@ -79,6 +84,10 @@ class LeadingRunner(Runner):
             self._tell(Write.of("allowed", words))
         super().write_allowed(words)
 
+    def finish(self, states: npt.NDArray[Any], adapters: Ints) -> npt.NDArray[Any]:
+        self._tell(Finish(Tensor.of(states), Tensor.of(adapters)))
+        return super().finish(states, adapters)
+
     def logprobs_of(
         self, hidden: npt.NDArray[Any], following: Ints, num_top: int, adapter: int = 0
     ) -> list[TokenLogprobs]:
@@ -98,7 +107,7 @@ def follow(runner: Runner, frame: bytes) -> None:
     carry_out(runner, _DECODER.decode(frame))
 
 
-def carry_out(runner: Runner, call: Call) -> Launched | list[TokenLogprobs] | None:
+def carry_out(runner: Runner, call: Call) -> Launched | npt.NDArray[Any] | list[TokenLogprobs] | None:
     """What it gives, where that is anything."""
     match call:
         case Launch(shape, packed, num_rows):
@@ -106,6 +115,8 @@ def carry_out(runner: Runner, call: Call) -> Launched | list[TokenLogprobs] | No
         case Write(columns, slots, rows):
             write = runner.write_slots if columns == "all" else runner.write_allowed
             write(list(zip(slots, rows.array(), strict=True)))
+        case Finish(states, adapters):
+            return runner.finish(states.array(), adapters.array())
         case Score(hidden, following, num_top, adapter):
             return runner.logprobs_of(hidden.array(), following.array(), num_top, adapter)
         case Place(slot, digest, matrices):

@@ -76,6 +76,13 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """The hidden states of so many tokens, where others than the last ones of rows are asked for."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class PromptLogprobs:
     num_rows: int
     of_all: bool = False  # of the whole vocabulary
@@ -107,6 +114,7 @@ Key = (
     | Adjust
     | AddLogprobs
     | Write
+    | Finish
     | PromptLogprobs
     | WriteAdapter
     | TakeBlocks
@@ -186,6 +194,11 @@ def described(
             write = partial(write_rows, first_column=part.start)
             values = _ints(num_rows, part.stop - part.start)
             return ProgramSpec(write, (slots, _ints(num_rows), values), (0,), whole)
+        case Finish(num_rows):
+            leaves, structure = jax.tree.flatten(weights)
+            ending = partial(finish, structure=structure, context=context)
+            own = (adapters, _ints(num_rows)) if adapters else ()
+            return ProgramSpec(ending, (leaves, hidden(num_rows), *own), (), whole)
         case PromptLogprobs(num_rows, of_all):
             logprobs = partial(vocabulary_logprobs if of_all else prompt_logprobs, spec=spec)
             return ProgramSpec(logprobs, (lm_head(num_rows), hidden(num_rows), _ints(num_rows)), (), whole)
@@ -232,8 +245,8 @@ def forward(
     """What a step leaves: for the choice of tokens, of C = max_choices rows, `last` [C, D], the hidden state
     of each row's last token, or, if the shape gives them, its logits (as row_logits); and `rows` [3, C]: its
     slot, the slot where the choice goes (padding's if it is not wanted), the number of tokens before the
-    choice; for who wants the log-probabilities of a prompt, `hidden` [T, D] of all tokens; and the pages and
-    slots. The weights come as leaves, which take the host a fifth less time than their tree.
+    choice; for who wants the hidden states of other tokens, `states` [T, D] of all, which `finish` takes; and
+    the pages and slots. The weights come as leaves, which take the host a fifth less time than their tree.
     """
     weights: Weights = jax.tree.unflatten(structure, leaves)
     spec, _, layout, max_choices, attention_kernels, expert_kernels, *_ = context
@@ -242,23 +255,40 @@ def forward(
     slots = note_blocks(layout, slots, parts.slots, last_places // block_size, last_slots // block_size)
     remembered = SlotRows(layout, slots, parts.slots)
     batch = batch_of(parts, remembered.tables(), shape)
-    lm_head = weights.lm_head
+    ending, lm_head = weights, weights.lm_head
     if adapters is not None:
         of_rows = remembered.adapters()
         lm_head = context.lm_head(weights, adapters, of_rows)
+        ending = adapt(weights, adapters, of_rows, context.adapter_kernels)
         weights = adapt(weights, adapters, of_rows[batch.rows], context.adapter_kernels)
     x = decoder.embed(spec, weights, remembered.token_at(batch.rows, batch.positions))
-    hidden, pages = decoder.forward(
+    states, pages = decoder.forward(
         spec, weights, x, parts.rope_lengths, pages, batch, attention_kernels, expert_kernels
     )
     more = (0, max_choices - shape.num_rows)
-    last = hidden[parts.last_tokens]
+    last = decoder.finished(spec, ending, states[parts.last_tokens], expert_kernels)
     if shape.gives_logits:
         last = row_logits(lm_head, last, num_rows=shape.num_rows, spec=spec)
     else:
         last = jnp.pad(last, (more, (0, 0)))
     rows = jnp.pad(jnp.stack([parts.slots, parts.chosen_slots, last_places + 1]), ((0, 0), more))
-    return last, rows, hidden, pages, slots
+    return last, rows, states, pages, slots
+
+
+def finish(
+    leaves: list[jax.Array],
+    states: jax.Array,
+    adapters: Slots | None = None,
+    which: jax.Array | None = None,
+    *,
+    structure: jax.tree_util.PyTreeDef,
+    context: ProgramContext,
+) -> jax.Array:
+    """The hidden states [N, D] of tokens as a step left them, whose adapters are in these slots."""
+    weights: Weights = jax.tree.unflatten(structure, leaves)
+    if adapters is not None and which is not None:
+        weights = adapt(weights, adapters, which, context.adapter_kernels)
+    return decoder.finished(context.spec, weights, states, context.expert_kernels)
 
 
 def row_logits(lm_head: Matrix, last: jax.Array, *, num_rows: int, spec: ModelSpec) -> jax.Array:

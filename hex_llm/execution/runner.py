@@ -38,6 +38,7 @@ from hex_llm.execution.programs import (
     AddLogprobs,
     Adjust,
     Choose,
+    Finish,
     Key,
     Logits,
     Pages,
@@ -67,6 +68,7 @@ log = logging.getLogger(__name__)
 KEPT_S = 0.05  # what takes longer to compile is kept
 MEASURED_ON_CPU = 128  # tokens: longer steps take as much longer
 PROMPT_ROWS = 64  # prompt tokens whose logits exist at a time
+FINISHED_ROWS = (512, 64)  # tokens that are finished at a time, as many as there are
 # Every stretch of a short step's kernels is a CUDA graph: of one row's step, 5 % of the time lay between
 # kernels. Elsewhere there are none: the more graphs exist, the longer each takes (docs/kernels.md).
 MAX_GRAPH_TOKENS = 512
@@ -142,19 +144,19 @@ class Runner(StepRunner):
 
     def launch(self, shape: StepShape, packed: Ints, num_rows: int) -> Launched:
         slots = parts_of(packed, shape).slots[:num_rows].tolist()
-        logits, rows, hidden = self._run(shape, packed)
+        logits, rows, states = self._run(shape, packed)
         if not shape.gives_logits:
             num_rows = self.paddings.num_rows(num_rows)
             adapters = [self._adapters_of[slot] for slot in slots] if self.adapters else []
             lm_head = self._lm_head(num_rows, adapters)
             logits = self.program(Logits(num_rows))(lm_head, logits)
         features = Features(reduce(or_, (self._features[slot] for slot in slots)))
-        return Launched(self._choose(logits, rows, features), hidden)
+        return Launched(self._choose(logits, rows, features), states)
 
     def _run(self, shape: StepShape, packed: Ints) -> tuple[jax.Array, jax.Array, jax.Array]:
         given = (self._leaves, self.pages, self.slots, packed, *((self.adapters,) if shape.adapted else ()))
-        last, rows, hidden, self.pages, self.slots = self.program(shape)(*given)
-        return last, rows, hidden
+        last, rows, states, self.pages, self.slots = self.program(shape)(*given)
+        return last, rows, states
 
     def _lm_head(self, num_rows: int, adapters: Sequence[int] = ()) -> Matrix:
         """For rows whose adapters are in these slots; the others have none."""
@@ -175,6 +177,17 @@ class Runner(StepRunner):
         if Features.LOGPROBS in features:
             choices = self.program(AddLogprobs(num_rows))(logits, choices)
         return choices
+
+    def finish(self, states: npt.NDArray[Any], adapters: Ints) -> npt.NDArray[Any]:
+        pieces = [
+            self.program(Finish(size))(
+                self._leaves,
+                _padded(states[start : start + size], size),
+                *((self.adapters, _padded(adapters[start : start + size], size)) if self.adapters else ()),
+            )
+            for start, size in _pieces(len(states))
+        ]
+        return np.concatenate([np.asarray(piece) for piece in pieces])[: len(states)]
 
     def logprobs_of(
         self, hidden: npt.NDArray[Any], following: Ints, num_top: int, adapter: int = 0
@@ -267,6 +280,7 @@ class Runner(StepRunner):
             *reversed(shapes),
             *choices,
             *reversed(self._logits_programs()),
+            *(Finish(size) for size in FINISHED_ROWS if size <= max(shapes[-1].num_tokens, PROMPT_ROWS)),
             PromptLogprobs(PROMPT_ROWS),
             *(
                 []
@@ -410,6 +424,13 @@ def is_there(array: jax.Array) -> bool:
 
 def _padded(rows: Any, num_rows: int) -> Any:
     return np.pad(rows, [(0, num_rows - len(rows))] + [(0, 0)] * (rows.ndim - 1))
+
+
+def _pieces(num_tokens: int) -> list[tuple[int, int]]:
+    """Where tokens begin that are finished at a time, and as how many; the last are filled up."""
+    most, least = FINISHED_ROWS
+    many = num_tokens // most * most
+    return [(i, most) for i in range(0, many, most)] + [(i, least) for i in range(many, num_tokens, least)]
 
 
 def move_size(num_blocks: int) -> int:

@@ -24,7 +24,7 @@ class Launched(NamedTuple):
     """What a step will bring: arrays of devices, or what stands for them (`is_ready`, `__array__`)."""
 
     choices: Any
-    hidden: Any
+    states: Any  # of all tokens, as `finish` takes them
 
 
 class InFlight(NamedTuple):
@@ -33,7 +33,7 @@ class InFlight(NamedTuple):
     plan: StepPlan
     shape: StepShape
     choices: Any
-    hidden: Any
+    states: Any
 
 
 class StepRunner(ABC):
@@ -73,8 +73,15 @@ class StepRunner(ABC):
         """Of the tokens that follow the first ones of a step's prefill. Rare, so the host hands pieces of
         one size to one program instead of every step carrying the work along."""
         start = sum(chunk.num_tokens for chunk in step.plan.chunks[:row])
-        hidden = np.asarray(step.hidden)[start : start + len(following)]
+        places = np.arange(start, start + len(following))
+        hidden = self.hidden(step, places, np.full_like(places, adapter))
         return self.logprobs_of(hidden, following, num_top, adapter)
+
+    def hidden(
+        self, step: InFlight, tokens: npt.NDArray[Any], adapters: npt.NDArray[Any]
+    ) -> npt.NDArray[Any]:
+        """The hidden states of some of a step's tokens, by the adapters in these slots."""
+        return self.finish(np.asarray(step.states)[tokens], adapters.astype(np.int32))
 
     def write_slots(self, records: Sequence[tuple[int, Ints]]) -> None:
         """Whole rows of slots, before the next step."""
@@ -89,6 +96,10 @@ class StepRunner(ABC):
     @abstractmethod
     def launch(self, shape: StepShape, packed: Ints, num_rows: int) -> Launched:
         """A packed step, of which so many rows are no padding."""
+
+    @abstractmethod
+    def finish(self, states: npt.NDArray[Any], adapters: Ints) -> npt.NDArray[Any]:
+        """What the last feed-forward makes of tokens: steps do that for those that choose alone."""
 
     @abstractmethod
     def logprobs_of(

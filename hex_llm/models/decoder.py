@@ -48,16 +48,23 @@ def forward(
     attention_kernels: AttentionKernels,
     expert_kernels: ExpertKernels,
 ) -> tuple[jax.Array, list[KVPages]]:
-    """Embeddings [T, D] -> hidden states [T, D] before the head, and the KV pages of every layer.
+    """Embeddings [T, D] -> the tokens [T, D] as they come to the last feed-forward, which `finished` is for,
+    and the KV pages of every layer.
 
     `rope_lengths` [T]: the length that each token's rope frequencies are made for (rope.rope_table).
     """
     kernels = attention_kernels, expert_kernels
-    *_, (_, normed, _) = states = list(blocks(spec, weights, x, rope_lengths, pages, batch, *kernels))
-    return normed, [layer_pages for _, _, layer_pages in states]
+    *_, (last, _, _) = states = list(attended(spec, weights, x, rope_lengths, pages, batch, *kernels))
+    return last, [layer_pages for _, _, layer_pages in states]
 
 
-def blocks(
+def finished(spec: ModelSpec, weights: Weights, x: jax.Array, expert_kernels: ExpertKernels) -> jax.Array:
+    """Hidden states [R, D] before the head, of those tokens alone that someone asks for."""
+    normed = optional_norm(x, weights.layers[-1].ffn_norm, spec)
+    return feed_forward(spec, weights, len(spec.layers) - 1, x, normed, expert_kernels)[1]
+
+
+def attended(
     spec: ModelSpec,
     weights: Weights,
     x: jax.Array,
@@ -67,17 +74,31 @@ def blocks(
     attention_kernels: AttentionKernels,
     expert_kernels: ExpertKernels,
 ) -> Iterator[tuple[jax.Array, jax.Array, KVPages]]:
-    """What each `block` leaves, given as `forward` is."""
+    """What each layer's `attention` leaves, given as `forward` is."""
     ropes = {layer.rope for layer in spec.layers if layer.rope}
     tables: dict[Rope | None, RopeTable] = {r: rope_table(r, batch.positions, rope_lengths) for r in ropes}
-    kernels = attention_kernels, expert_kernels
-    norms = [w.attn_norm for w in weights.layers] + [weights.norm]
-    normed = optional_norm(x, norms[0], spec)
+    normed = optional_norm(x, weights.layers[0].attn_norm, spec)
     for i, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+        if i:
+            x, normed = feed_forward(spec, weights, i - 1, x, normed, expert_kernels)
         table = tables.get(layer.rope)
-        state = block(x, normed, w, norms[i + 1], spec, layer, table, pages[i], batch, *kernels)
-        x, normed, _ = state
-        yield state
+        x, normed, layer_pages = attention(
+            x, normed, w, spec, layer, table, pages[i], batch, attention_kernels
+        )
+        yield x, normed, layer_pages
+
+
+def feed_forward(
+    spec: ModelSpec,
+    weights: Weights,
+    i: int,
+    x: jax.Array,
+    normed: jax.Array,
+    expert_kernels: ExpertKernels,
+) -> tuple[jax.Array, jax.Array]:
+    """What layer i leaves of the tokens that its attention left."""
+    norms = [*(w.attn_norm for w in weights.layers[i + 1 : i + 2]), weights.norm]
+    return _feed_forward(x, normed, weights.layers[i], norms[0], spec, spec.layers[i], expert_kernels)
 
 
 def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
@@ -88,23 +109,21 @@ def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
     return out
 
 
-# Compiled inside the step, so that layers that are alike are traced and lowered once, not once each.
-@partial(jax.jit, static_argnames=("spec", "layer", "attention_kernels", "expert_kernels"))
-def block(
+# Both are compiled inside the step, so that layers that are alike are traced and lowered once, not once each.
+@partial(jax.jit, static_argnames=("spec", "layer", "attention_kernels"))
+def attention(
     x: jax.Array,
     normed: jax.Array,
     w: LayerWeights,
-    next_norm: jax.Array | None,
     spec: ModelSpec,
     layer: Layer,
     table: RopeTable | None,
     pages: KVPages,
     batch: Batch,
     attention_kernels: AttentionKernels,
-    expert_kernels: ExpertKernels,
 ) -> tuple[jax.Array, jax.Array, KVPages]:
-    """One decoder layer: tokens [T, D] in, and as its norm leaves them; both out for the next, and the
-    layer's KV pages."""
+    """The first half of a decoder layer: tokens [T, D] in, and as its norm leaves them; both out for the
+    second, and the layer's KV pages."""
     options = Options(layer.mask, spec.attention_scale, spec.attn_softcap, w.sinks)
     attend, attend_projected = attention_kernels
     if attend_projected and is_plain(layer, w, spec):
@@ -116,14 +135,24 @@ def block(
         qkv = linear(normed, w.qkv, w.qkv_bias)  # [T, K, G+2, H]
         q, k, v = heads_of(qkv, w, spec, layer, table, batch)
         out, pages = attend(q, *contained(k, v), pages, batch, options)
-    x, normed = joined(x, out, w.out, w.out_bias, Around(w.attn_post_norm, w.ffn_norm), spec)
+    return *joined(x, out, w.out, w.out_bias, Around(w.attn_post_norm, w.ffn_norm), spec), pages
+
+
+@partial(jax.jit, static_argnames=("spec", "layer", "expert_kernels"))
+def _feed_forward(
+    x: jax.Array,
+    normed: jax.Array,
+    w: LayerWeights,
+    next_norm: jax.Array | None,
+    spec: ModelSpec,
+    layer: Layer,
+    expert_kernels: ExpertKernels,
+) -> tuple[jax.Array, jax.Array]:
+    """The second half, with the norm of who reads the tokens next."""
     around = Around(w.ffn_post_norm, next_norm, w.scale)
     if layer.experts is None:
-        hidden = gated(normed, w.ffn, spec)
-        x, normed = joined(x, hidden, w.ffn.down, w.ffn.down_bias, around, spec)
-    else:
-        x, normed = added(x, routed(x, normed, w.ffn, spec, layer.experts, expert_kernels), around, spec)
-    return x, normed, pages
+        return joined(x, gated(normed, w.ffn, spec), w.ffn.down, w.ffn.down_bias, around, spec)
+    return added(x, routed(x, normed, w.ffn, spec, layer.experts, expert_kernels), around, spec)
 
 
 class Around(NamedTuple):

@@ -11,10 +11,10 @@ from hex_llm.kernels.attention import Mask
 from hex_llm.models.spec import Experts, Layer, ModelSpec
 from hex_llm.types import Chunk
 
-# A model of SmolLM2's shape, but for its experts, and how many weights its layers and its head have.
+# A model of SmolLM2's shape, but for its experts, and how many weights see every token, and the others.
 DENSE = Layer(None, ffn_size=1536)
 SPEC = ModelSpec("llama", 49152, 576, 9, 3, 64, (DENSE,) * 30, 8192, 1e-5)
-IN_LAYERS, IN_HEAD = 30 * (576 * 64 * (9 + 3 + 3 + 9) + 3 * 576 * 1536), 576 * 49152
+IN_LAYERS, AT_END = 30 * 576 * 64 * (9 + 3 + 3 + 9) + 29 * 3 * 576 * 1536, 3 * 576 * 1536 + 576 * 49152
 
 
 def chunk(position: int, num_tokens: int, *, samples: bool = True) -> Chunk:
@@ -29,7 +29,7 @@ def test_work_is_two_operations_for_each_weight_and_what_attention_takes(
     expected = 2 * IN_LAYERS * num_tokens + 4 * 30 * 9 * 64 * seen
     work = Work.of(SPEC)
     assert work.in_step([chunk(position, num_tokens, samples=False)]) == expected
-    assert work.in_step([chunk(position, num_tokens)] * 2) == 2 * (expected + 2 * IN_HEAD)
+    assert work.in_step([chunk(position, num_tokens)] * 2) == 2 * (expected + 2 * AT_END)
 
 
 def test_layers_that_look_back_less_far_have_less_work() -> None:
@@ -42,5 +42,5 @@ def test_layers_that_look_back_less_far_have_less_work() -> None:
 def test_only_the_experts_that_a_token_visits_have_work() -> None:
     sparse = Layer(None, experts=Experts(num=8, num_per_token=2, size=512, shared_size=512))
     dense = Layer(None, ffn_size=3 * 512)
-    one, other = (Work.of(replace(SPEC, layers=(layer,))).per_token for layer in (sparse, dense))
+    one, other = (Work.of(replace(SPEC, layers=(layer,) * 2)).per_token for layer in (sparse, dense))
     assert one - other == 2 * 576 * 8  # who chooses them

@@ -71,7 +71,7 @@ def test_heads_of_a_kernel(name: str) -> None:
     pages: list[KVPages] = [jnp.zeros((4, BLOCK, one.num_kv, 2, one.dim)) for one in heads]
     routed = ExpertKernels(experts.choose, experts.dense)
     found = [
-        decoder.forward(spec, weights, x, positions + 1, pages, batch, kernels, routed)
+        run_whole(spec, weights, x, positions + 1, pages, batch, kernels, routed)
         for kernels in (
             AttentionKernels(reference.paged_attention),
             AttentionKernels(reference.paged_attention, attend_projected),
@@ -80,6 +80,12 @@ def test_heads_of_a_kernel(name: str) -> None:
     assert num_made
     for mine, theirs in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+def run_whole(spec: ModelSpec, weights: Weights, *given: Any) -> tuple[jax.Array, list[KVPages]]:
+    """Hidden states of all tokens, and the pages."""
+    states, pages = decoder.forward(spec, weights, *given)
+    return decoder.finished(spec, weights, states, given[-1]), pages
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", pytest.param("gemma2-2b", marks=pytest.mark.slow)])
@@ -107,7 +113,7 @@ def test_padding_that_is_no_number_reaches_nobody(name: str, monkeypatch: pytest
         slots, rows = jnp.where(is_real, positions + BLOCK, 0), jnp.zeros(padded, jnp.int32)
         batch = Batch(positions, rows, slots, jnp.array([[1, 2, 0]], jnp.int32), jnp.int32(0), max_chunks=1)
         kernels = AttentionKernels(attend), ExpertKernels(experts.choose, tpu_experts.fused_moe)
-        return decoder.forward(spec, weights, x, positions + 1, pages, batch, *kernels)
+        return run_whole(spec, weights, x, positions + 1, pages, batch, *kernels)
 
     def run(left: float) -> list[jax.Array]:
         pages, found = empty, []
@@ -147,7 +153,7 @@ def test_adapters_by_kernels(name: str, num_tokens: int) -> None:
     def run(slots: Slots, kernels: AdapterKernels, attention: AttentionKernels) -> Any:
         own = adapt(weights, slots, which, kernels)
         x = decoder.embed(spec, own, token_ids)
-        return decoder.forward(spec, own, x, positions + 1, pages, batch, attention, routed)
+        return run_whole(spec, own, x, positions + 1, pages, batch, attention, routed)
 
     by_all = run(slots, AdapterKernels(add_by_all), AttentionKernels(reference.paged_attention))
     attention = AttentionKernels(reference.paged_attention, gpu.projected_attention)
@@ -178,7 +184,7 @@ def test_rows_rounded_by_kernels(name: str) -> None:
             weights = adapt(weights, slots, rows, gpu_adapters.KERNELS)
 
         def forward(weights: Weights) -> Any:
-            return decoder.forward(spec, weights, x, positions + 1, pages, batch, *kernels)[0]
+            return run_whole(spec, weights, x, positions + 1, pages, batch, *kernels)[0]
 
         num_kernels = str(jax.make_jaxpr(forward)(weights)).count("pallas_call")
         return num_kernels, np.asarray(jax.jit(forward)(weights), np.float32)

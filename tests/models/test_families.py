@@ -111,7 +111,7 @@ def judge(tiny: Tiny, folder: Path) -> tuple[np.ndarray, np.ndarray, list[int]]:
 def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Serves one request and listens in: the logits of every token of its prompt, and of every choice."""
     runner, program = engine.stepper.runner, engine.stepper.runner.program
-    choices, hidden = [], []
+    choices, states = [], []
     spec, lm_head = runner.spec, runner.weights.lm_head
 
     def listening(key: Any) -> Any:
@@ -119,7 +119,7 @@ def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.n
             found = program(key)(*arguments)
             logits = found[0] if key.gives_logits else decoder.logits(spec, lm_head, found[0][:1])
             choices.append(np.asarray(logits[0]))
-            hidden.append(found[2])
+            states.append(found[2])
             return found
 
         return run if isinstance(key, StepShape) else program(key)
@@ -128,7 +128,8 @@ def run_with_logits(engine: Engine, prompt: list[int]) -> tuple[np.ndarray, np.n
     params = SamplingParams(temperature=0, max_tokens=NUM_COMPARED, ignore_eos=True)
     drive(engine, [Request("logits", prompt, params)])
     runner.program = program  # type: ignore[method-assign]
-    prompt_logits = decoder.logits(spec, lm_head, hidden[0][: len(prompt)])
+    hidden = runner.finish(np.asarray(states[0])[: len(prompt)], np.zeros(len(prompt), np.int32))
+    prompt_logits = decoder.logits(spec, lm_head, hidden)
     return np.asarray(prompt_logits), np.stack(choices)
 
 
