@@ -141,7 +141,7 @@ def hidden_states(runner: Any, prompt_ids: Sequence[int], *, adapted: bool = Fal
         x = decoder.embed(spec, weights, jnp.asarray(prompt_ids))
         attended = decoder.attended(spec, weights, x, lengths, runner.pages, batch, *kernels)
         left = [
-            decoder.feed_forward(spec, weights, i, after, normed, kernels[1])
+            decoder.after_layer(spec, weights, i, after, normed, kernels[1])
             for i, (after, normed, _) in enumerate(attended)
         ]
         states = [x, *(after for after, _ in left[:-1]), left[-1][1]]

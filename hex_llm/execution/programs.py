@@ -262,11 +262,12 @@ def forward(
         ending = adapt(weights, adapters, of_rows, context.adapter_kernels)
         weights = adapt(weights, adapters, of_rows[batch.rows], context.adapter_kernels)
     x = decoder.embed(spec, weights, remembered.token_at(batch.rows, batch.positions))
-    states, pages = decoder.forward(
+    states, normed, pages = decoder.forward(
         spec, weights, x, parts.rope_lengths, pages, batch, attention_kernels, expert_kernels
     )
     more = (0, max_choices - shape.num_rows)
-    last = decoder.finished(spec, ending, states[parts.last_tokens], expert_kernels)
+    asked = parts.last_tokens
+    last = decoder.finished(spec, ending, states[asked], normed[asked], expert_kernels)
     if shape.gives_logits:
         last = row_logits(lm_head, last, num_rows=shape.num_rows, spec=spec)
     else:
@@ -288,7 +289,7 @@ def finish(
     weights: Weights = jax.tree.unflatten(structure, leaves)
     if adapters is not None and which is not None:
         weights = adapt(weights, adapters, which, context.adapter_kernels)
-    return decoder.finished(context.spec, weights, states, context.expert_kernels)
+    return decoder.finished(context.spec, weights, states, None, context.expert_kernels)
 
 
 def row_logits(lm_head: Matrix, last: jax.Array, *, num_rows: int, spec: ModelSpec) -> jax.Array:

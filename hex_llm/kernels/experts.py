@@ -52,10 +52,10 @@ class ExpertOptions(NamedTuple):
 class GatedMatrix:
     """A Matrix (models/linear.py) that multiplies with gates and ups as it does with any others."""
 
-    def matmul(self, x: Array) -> Array:
+    def matmul(self, x: Any) -> Array:
         raise NotImplementedError
 
-    def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
+    def gated(self, x: Any, activation: Activation, bias: Array | None = None) -> Array:
         both = self.matmul(x)  # [T, F, 2]
         both = both if bias is None else both + bias
         return activation(both[..., 0]) * both[..., 1]

@@ -9,6 +9,7 @@ are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,9 +42,7 @@ def paged_attention(
     """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
     are exact, and there a row's result does not depend on the others of the batch."""
     pages, semaphores = write_kv(k, v, pages, batch.kv_slots)
-    return _attend(
-        q, jnp.stack([k, v], axis=2), Cache(pages, batch.tables, semaphores), batch, options
-    ), pages
+    return _attend(q, (k, v), Cache(pages, batch.tables, semaphores), batch, options), pages
 
 
 def projected_attention(
@@ -55,8 +54,8 @@ def projected_attention(
     return _attend(q, kv, Cache(pages, batch.tables, semaphores), batch, options), pages
 
 
-def _attend(q: Array, kv: Array | None, cache: Cache, batch: Batch, options: Options) -> Array:
-    """`kv` [T, K, 2, H] may be None where cuDNN does not begin."""
+def _attend(q: Array, kv: Sequence[Array] | None, cache: Cache, batch: Batch, options: Options) -> Array:
+    """`kv`, two of [T, K, H], may be None where cuDNN does not begin."""
     out = prefill(q, kv, batch, cache, options) if batch.max_chunks else None
     return decode(q, batch, cache, options, out)
 
@@ -72,7 +71,7 @@ def decode(q: Array, batch: Batch, cache: Cache, options: Options, out: Array | 
     return attend(q, batch, items, cache, options, tiling, None if out is None else Begun(out))
 
 
-def prefill(q: Array, kv: Array | None, batch: Batch, cache: Cache, options: Options) -> Array:
+def prefill(q: Array, kv: Sequence[Array] | None, batch: Batch, cache: Cache, options: Options) -> Array:
     """Tokens of chunks, and padding, which stays finite."""
     num_rows, most = len(q), batch.max_chunks
     tiling = prefill_tiling(q, most)
@@ -87,9 +86,8 @@ def prefill(q: Array, kv: Array | None, batch: Batch, cache: Cache, options: Opt
     # What is left are the keys before the step; of padding there are none, and it becomes 0.
     lengths = jnp.sum(chunks == jnp.arange(most)[:, None], axis=1, dtype=jnp.int32)
     lengths = jnp.append(batch.num_decodes, lengths)  # what cuDNN does of decodes is not used
-    k, v = (
-        as_held(kv[:, :, i], cache.pages.dtype) for i in range(2)
-    )  # so that it does not matter where a step ends
+    # As pages hold them, so that it does not matter where a step ends.
+    k, v = (as_held(one, cache.pages.dtype) for one in kv)
     out, logs = gpu_cudnn.causal(q, k, v, lengths, window=options.mask.window, scale=options.scale)
     first_rows = jnp.append(jnp.cumsum(lengths) - lengths, 0)
     owners = chunks[jnp.minimum(starts, num_rows - 1)] + 1
@@ -126,12 +124,13 @@ def decode_tiling(q: Array, pages: KVPages) -> Tiling:
         tiling = tile(keys=64, num_spare=spare, min_split=256, warps=2, stages=5)
     elif programs <= 128:
         tiling = tile(keys=64, num_spare=7 * num_blocks, min_split=512, warps=4, stages=3)
-    elif 256 < programs <= 512 and pages.dtype not in LARGEST:  # four for each multiprocessor, two at a time
+    elif pages.dtype in LARGEST:  # tiles of half as many bytes
+        tiling = tile(keys=64, num_spare=num_blocks, min_split=1024, warps=2, stages=5)
+    elif 256 < programs <= 512:  # four for each multiprocessor, two at a time
         tiling = tile(keys=64, num_spare=num_blocks, min_split=1024, warps=2, stages=3)
     else:  # splits only balance rows of different lengths
         min_split = 1024 if programs <= 512 else 2048
-        stages = 3 if pages.dtype in LARGEST else 2  # tiles of half as many bytes
-        tiling = tile(keys=128, num_spare=num_blocks, min_split=min_split, warps=4, stages=stages)
+        tiling = tile(keys=128, num_spare=num_blocks, min_split=min_split, warps=4, stages=2)
     return tiling if head_dim <= 128 else replace(tiling, keys=32, warps=4, stages=2)
 
 

@@ -1,11 +1,12 @@
 """Rows rounded to floats of 8 bits on an NVIDIA GPU, by a Pallas-Triton kernel.
 
-XLA reads a row for its largest number, and again for its codes; gates and ups a third time before. Here a
-program has a row, keeps it in registers, and so reads it once.
+XLA reads a row for its largest number, and again for its codes; gates and ups a third time before, and what
+is added to tokens for their norm. Here a program has a row, keeps it in registers, and so reads it once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.float8 import FLOAT8_MAX, FLOAT8_ROWS, Rounded
 from hex_llm.kernels.gpu_launch import interpreted, launched, next_power, quick
@@ -23,6 +25,8 @@ MIN_FLOAT8 = 8.9  # of a GPU's compute capability
 COLUMNS, WARPS = 4096, 16  # read at a time; of a row that is so wide
 WARP_COLUMNS = COLUMNS // WARPS
 
+Place = tuple[Array, Array | None]  # columns, and which of them are there
+
 
 def can_round() -> bool:
     return interpreted() or float(jax.local_devices()[0].compute_capability) >= MIN_FLOAT8
@@ -30,7 +34,8 @@ def can_round() -> bool:
 
 def round_rows(x: Array) -> Rounded:
     """See float8.round_rows."""
-    return _launch(x, len(x), x.shape[1])
+    codes, scales = _launched(_row_kernel, len(x), x.shape[1])(x)
+    return Rounded(codes, scales, x.dtype)
 
 
 def round_gated(
@@ -39,60 +44,121 @@ def round_gated(
     """The activation of the gates times the ups: of a product of codes [T or more, F * 2], the scales of its
     rows [T, 1] and outputs [F, 2], and what is added to these [F, 2]. It is rounded to the product's type
     first."""
-    of_columns = scales.reshape(-1), None if bias is None else bias.reshape(-1)
-    return _launch(product, len(row_scales), len(scales), (row_scales, *of_columns), activation)
+    bias = None if bias is None else bias.reshape(-1)
+    call = _launched(partial(_gated_kernel, activation=activation), len(row_scales), len(scales))
+    codes, row_scales = call(product, row_scales, scales.reshape(-1), bias)
+    return Rounded(codes, row_scales, product.dtype)
 
 
-def _launch(
-    x: Array, num_rows: int, width: int, gates: Any = None, activation: Activation | None = None
-) -> Rounded:
+def join_rows(
+    around: Array, product: Array, row_scales: Array, scales: Array, bias: Array | None, norm: Norm
+) -> tuple[Array, Rounded]:
+    """Tokens [T, D] with a product of codes [T or more, D], the scales of its rows [T, 1] and outputs [D],
+    and what is added to these [D]; and as the norm leaves them, rounded."""
+    kernel = partial(_join_kernel, eps=norm.eps, offset=norm.offset)
+    call = _launched(kernel, len(around), around.shape[1], [around])
+    joined, codes, row_scales = call(around, product, row_scales, scales, bias, norm.weight)
+    return joined, Rounded(codes, row_scales, around.dtype)
+
+
+def _launched(kernel: Any, num_rows: int, width: int, others: Sequence[Array] = ()) -> Callable[..., Any]:
+    """With a program for each row, which leaves it rounded behind what it leaves besides."""
     filled = pl.cdiv(num_rows, FLOAT8_ROWS) * FLOAT8_ROWS
     out = [
+        *others,
         jax.ShapeDtypeStruct((filled, width), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((num_rows, 1), jnp.float32),
     ]
-    warps = min(max(next_power(x.shape[1]) // WARP_COLUMNS, 1), WARPS)
-    call = launched(partial(_row_kernel, activation=activation), (filled,), out, warps, 1)
-    codes, scales = call(x, gates)
-    return Rounded(codes, scales, x.dtype)
+    warps = min(max(next_power(width) // WARP_COLUMNS, 1), WARPS)
+    return launched(kernel, (filled,), out, warps, 1)
 
 
-def _row_kernel(
-    x_ref: Any, gate_refs: Any, codes_ref: Any, scales_ref: Any, *, activation: Activation | None
+def _row_kernel(x_ref: Any, codes_ref: Any, scales_ref: Any) -> None:
+    source = _source(scales_ref)
+    _round([_read(x_ref, place, source) for place in _places(codes_ref)], codes_ref, scales_ref)
+
+
+def _gated_kernel(
+    x_ref: Any,
+    row_scales_ref: Any,
+    outputs_ref: Any,
+    bias_ref: Any,
+    codes_ref: Any,
+    scales_ref: Any,
+    *,
+    activation: Activation,
 ) -> None:
-    """Rows that only fill up are the last one once more."""
-    row, width = pl.program_id(0), codes_ref.shape[1]
-    source = jnp.minimum(row, len(scales_ref) - 1)
-    parts = 1 if gate_refs is None else 2
-    size = min(next_power(width), COLUMNS // parts)
-    starts = range(0, width, size)
+    source, places = _source(scales_ref), _places(codes_ref, COLUMNS // 2, 2)
 
-    def place(start: int, parts: int) -> tuple[Array, Array | None]:
-        """Columns in the order of memory, and which of them are there."""
-        column = parts * start + lax.iota(jnp.int32, parts * size)
-        return column, None if start + size <= width else column < parts * width
-
-    def read(ref: Any, start: int, *row: Array) -> Array:
-        column, mask = place(start, parts)
-        return plgpu.load(ref.at[(*row, column)], mask=mask, other=None if mask is None else 0)
-
-    def gated(both: Array, start: int, activation: Activation) -> Array:
-        row_scales_ref, scales_ref, bias_ref = gate_refs
-        both = both.astype(jnp.float32) * row_scales_ref[source, 0] * read(scales_ref, start)
-        both = both if bias_ref is None else both + read(bias_ref, start).astype(jnp.float32)
-        gate, up = jnp.unstack(both.reshape(size, 2), axis=1)
+    def gated(both: Array, place: Place) -> Array:
+        both = both.astype(jnp.float32) * row_scales_ref[source, 0] * _read(outputs_ref, place)
+        both = both if bias_ref is None else both + _read(bias_ref, place).astype(jnp.float32)
+        gate, up = jnp.unstack(both.reshape(-1, 2), axis=1)
         return (quick(activation)(gate) * up).astype(x_ref.dtype)
 
-    held = [read(x_ref, start, source) for start in starts]
-    if activation is not None:
-        held = [gated(both, start, activation) for both, start in zip(held, starts, strict=True)]
+    held = [_read(x_ref, place, source) for place in places]
+    _round([gated(both, place) for both, place in zip(held, places, strict=True)], codes_ref, scales_ref)
+
+
+def _join_kernel(
+    around_ref: Any,
+    product_ref: Any,
+    row_scales_ref: Any,
+    outputs_ref: Any,
+    bias_ref: Any,
+    weight_ref: Any,
+    out_ref: Any,
+    codes_ref: Any,
+    scales_ref: Any,
+    *,
+    eps: float,
+    offset: float,
+) -> None:
+    source, places = _source(scales_ref), _places(codes_ref)
+
+    def joined(place: Place) -> Array:
+        """In the type of a product, as it would be without the kernel."""
+        added = _read(product_ref, place, source).astype(jnp.float32) * row_scales_ref[source, 0]
+        added *= _read(outputs_ref, place)
+        added = added if bias_ref is None else added + _read(bias_ref, place).astype(jnp.float32)
+        around = _read(around_ref, place, source).astype(jnp.float32)
+        return (around + added).astype(out_ref.dtype).astype(jnp.float32)
+
+    total = [joined(place) for place in places]
+    factor = lax.rsqrt(sum(jnp.sum(x * x) for x in total) / codes_ref.shape[1] + eps)
+    weights = [_read(weight_ref, place).astype(jnp.float32) + offset for place in places]
+    for x, (column, mask) in zip(total, places, strict=True):
+        plgpu.store(out_ref.at[source, column], x.astype(out_ref.dtype), mask=mask)
+    normed = [(x * factor * w).astype(out_ref.dtype) for x, w in zip(total, weights, strict=True)]
+    _round(normed, codes_ref, scales_ref)
+
+
+def _source(scales_ref: Any) -> Array:
+    """The program's row; those that only fill up are the last one once more."""
+    return jnp.minimum(pl.program_id(0), len(scales_ref) - 1)
+
+
+def _places(codes_ref: Any, most: int = COLUMNS, parts: int = 1) -> list[Place]:
+    """Columns in the order of memory, for so many codes at a time, each of which is made of `parts`."""
+    width = codes_ref.shape[1]
+    size = min(next_power(width), most)
+    columns = [parts * start + lax.iota(jnp.int32, parts * size) for start in range(0, width, size)]
+    is_whole = width % size == 0
+    return [(column, None if is_whole else column < parts * width) for column in columns]
+
+
+def _read(ref: Any, place: Place, *row: Array) -> Array:
+    column, mask = place
+    return plgpu.load(ref.at[(*row, column)], mask=mask, other=None if mask is None else 0)
+
+
+def _round(held: list[Array], codes_ref: Any, scales_ref: Any) -> None:
     sizes = [jnp.abs(x.astype(jnp.float32)) for x in held]
     # A GPU's maximum passes over what is no number.
     peak = jnp.max(reduce(jnp.maximum, [jnp.where(one < jnp.inf, one, jnp.inf) for one in sizes]))
     scale = jnp.where(peak < jnp.inf, jnp.where(peak == 0, 1, peak * (1 / FLOAT8_MAX)), jnp.nan)
-    for x, start in zip(held, starts, strict=True):
-        column, mask = place(start, 1)
+    for x, (column, mask) in zip(held, _places(codes_ref, len(held[0])), strict=True):
         # Divided, as by XLA: multiplied by the inverse, what lies between two codes could go to the other.
         codes = (x.astype(jnp.float32) / scale).astype(codes_ref.dtype)
-        plgpu.store(codes_ref.at[row, column], codes, mask=mask)
-    scales_ref[source, 0] = scale
+        plgpu.store(codes_ref.at[pl.program_id(0), column], codes, mask=mask)
+    scales_ref[_source(scales_ref), 0] = scale

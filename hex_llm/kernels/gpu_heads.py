@@ -50,7 +50,7 @@ class Outputs(NamedTuple):
     pages: Any  # in place of the inputs'
     semaphores: Any  # [T, K]
     q: Any = None  # [T, K, G, H]
-    kv: Any = None  # [T, K, 2, H]
+    kv: Any = None  # two of [T, K, H]
 
 
 class Program(NamedTuple):
@@ -87,7 +87,7 @@ class Tile(NamedTuple):
 def place_heads(
     heads: Projected, pages: KVPages, slots: Array, keep: bool = False
 ) -> tuple[Any, Any, KVPages, Array]:
-    """Queries [T, K, G, H], if there are any; keys and values [T, K, 2, H], if they are kept; pages and
+    """Queries [T, K, G, H], if there are any; keys and values [T, K, H], if they are kept; pages and
     semaphores, as those of `write_kv`."""
     num_rows, num_kv_heads, num_heads, head_dim = heads.qkv.shape
     if isinstance(pages, QuantizedPages):
@@ -97,8 +97,8 @@ def place_heads(
         held, scales, write = pages, [], partial(_write_plain)
     arrays = [held.reshape(-1, math.prod(held.shape[2:])), *scales]
 
-    def made(num: int) -> Any:
-        return jax.ShapeDtypeStruct((num_rows, num_kv_heads, num, head_dim), heads.qkv.dtype) if num else None
+    def made(*num: int) -> Any:
+        return jax.ShapeDtypeStruct((num_rows, num_kv_heads, *num, head_dim), heads.qkv.dtype)
 
     semaphores = jax.ShapeDtypeStruct((num_rows, num_kv_heads), jnp.int32)
     is_few = num_rows <= FEW_ROWS
@@ -109,7 +109,8 @@ def place_heads(
     settings: Any = {"eps": heads.eps, "offset": heads.offset, "write": write, "starts": starts}
     kernel = partial(_token_kernel if is_few else _tile_kernel, **settings)
     grid = num_kv_heads, num_rows if is_few else pl.cdiv(num_rows, TILE_ROWS)  # in the order of memory
-    outputs = Outputs(arrays, semaphores, made(num_heads - 2), made(2 * keep))
+    q, kv = made(num_heads - 2) if num_heads > 2 else None, [made(), made()] if keep else None
+    outputs = Outputs(arrays, semaphores, q, kv)
     [out] = launched(kernel, grid, [outputs], WARPS, STAGES, aliases)(inputs)
     new = out.pages[0].reshape(held.shape)
     if isinstance(pages, QuantizedPages):
@@ -271,13 +272,13 @@ def _store_kv(
     program: Program, slot: Array, row: Array, column: Array, mask: Array, k: Halves, v: Halves
 ) -> None:
     """In pages, and by row if they are kept. Of one token, [C], or of some, [R, C]."""
-    kv_ref, half = program.outputs.kv, program.half
+    refs, half = program.outputs.kv, program.half
     for i, both in enumerate(_contained(k, v, program.inputs.qkv.dtype)):
         which = 2 * program.kv_head + i
         program.write(slot, which, both, column, mask, half, *program.outputs.pages)
-        if kv_ref is not None:
+        if refs is not None:
             for start, x in zip((0, half), both, strict=True):
-                plgpu.store(kv_ref.at[row, program.kv_head, i, column + start], x, mask=mask)
+                plgpu.store(refs[i].at[row, program.kv_head, column + start], x, mask=mask)
 
 
 def _contained(k: Halves, v: Halves, dtype: Any) -> tuple[Halves, Halves]:

@@ -20,10 +20,12 @@ from hex_llm.models.adapters import Adapted
 from hex_llm.models.linear import Matrix, linear
 from hex_llm.models.moe import moe
 from hex_llm.models.params import FeedForward, LayerWeights, Weights
+from hex_llm.models.quantized import Float8
 from hex_llm.models.rope import rope_table, rotate
 from hex_llm.models.spec import Experts, Layer, ModelSpec, Rope
 
 RopeTable = tuple[jax.Array, jax.Array]
+Normed = Any  # tokens as a norm leaves them for who reads them next: an array [T, D], or float8.Rounded
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,
@@ -47,21 +49,29 @@ def forward(
     batch: Batch,
     attention_kernels: AttentionKernels,
     expert_kernels: ExpertKernels,
-) -> tuple[jax.Array, list[KVPages]]:
+) -> tuple[jax.Array, jax.Array, list[KVPages]]:
     """Embeddings [T, D] -> the tokens [T, D] as they come to the last feed-forward, which `finished` is for,
-    and the KV pages of every layer.
+    and as its norm leaves them; and the KV pages of every layer.
 
     `rope_lengths` [T]: the length that each token's rope frequencies are made for (rope.rope_table).
     """
     kernels = attention_kernels, expert_kernels
-    *_, (last, _, _) = states = list(attended(spec, weights, x, rope_lengths, pages, batch, *kernels))
-    return last, [layer_pages for _, _, layer_pages in states]
+    *_, (last, normed, _) = states = list(attended(spec, weights, x, rope_lengths, pages, batch, *kernels))
+    return last, normed, [layer_pages for _, _, layer_pages in states]
 
 
-def finished(spec: ModelSpec, weights: Weights, x: jax.Array, expert_kernels: ExpertKernels) -> jax.Array:
-    """Hidden states [R, D] before the head, of those tokens alone that someone asks for."""
-    normed = optional_norm(x, weights.layers[-1].ffn_norm, spec)
-    return feed_forward(spec, weights, len(spec.layers) - 1, x, normed, expert_kernels)[1]
+def finished(
+    spec: ModelSpec,
+    weights: Weights,
+    x: jax.Array,
+    normed: jax.Array | None,
+    expert_kernels: ExpertKernels,
+) -> jax.Array:
+    """Hidden states [R, D] before the head, of those tokens alone that someone asks for; normed here, if they
+    were not."""
+    last = len(spec.layers) - 1
+    normed = optional_norm(x, weights.layers[last].ffn_norm, spec) if normed is None else normed
+    return after_layer(spec, weights, last, x, normed, expert_kernels)[1]
 
 
 def attended(
@@ -73,32 +83,38 @@ def attended(
     batch: Batch,
     attention_kernels: AttentionKernels,
     expert_kernels: ExpertKernels,
-) -> Iterator[tuple[jax.Array, jax.Array, KVPages]]:
+) -> Iterator[tuple[jax.Array, Normed, KVPages]]:
     """What each layer's `attention` leaves, given as `forward` is."""
     ropes = {layer.rope for layer in spec.layers if layer.rope}
     tables: dict[Rope | None, RopeTable] = {r: rope_table(r, batch.positions, rope_lengths) for r in ropes}
-    normed = optional_norm(x, weights.layers[0].attn_norm, spec)
+    normed: Normed = optional_norm(x, weights.layers[0].attn_norm, spec)
     for i, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         if i:
-            x, normed = feed_forward(spec, weights, i - 1, x, normed, expert_kernels)
-        table = tables.get(layer.rope)
-        x, normed, layer_pages = attention(
-            x, normed, w, spec, layer, table, pages[i], batch, attention_kernels
-        )
+            x, normed = after_layer(spec, weights, i - 1, x, normed, expert_kernels)
+        given = x, normed, w, spec, layer, tables.get(layer.rope), pages[i], batch, attention_kernels
+        is_last = i == len(spec.layers) - 1  # of its tokens some are taken
+        x, normed, layer_pages = attention(*given, rounds=not is_last and feeds_rounded(layer, w))
         yield x, normed, layer_pages
 
 
-def feed_forward(
+def after_layer(
     spec: ModelSpec,
     weights: Weights,
     i: int,
     x: jax.Array,
-    normed: jax.Array,
+    normed: Normed,
     expert_kernels: ExpertKernels,
-) -> tuple[jax.Array, jax.Array]:
-    """What layer i leaves of the tokens that its attention left."""
-    norms = [*(w.attn_norm for w in weights.layers[i + 1 : i + 2]), weights.norm]
-    return _feed_forward(x, normed, weights.layers[i], norms[0], spec, spec.layers[i], expert_kernels)
+) -> tuple[jax.Array, Normed]:
+    """What layer i makes of the tokens that its attention left, and as the norm behind it leaves them."""
+    following = next(iter(weights.layers[i + 1 : i + 2]), None)
+    norm = weights.norm if following is None else following.attn_norm
+    rounds = following is not None and isinstance(following.qkv, Float8)
+    return feed_forward(x, normed, weights.layers[i], norm, spec, spec.layers[i], expert_kernels, rounds)
+
+
+def feeds_rounded(layer: Layer, w: LayerWeights) -> bool:
+    """Whether a layer's feed-forward multiplies its tokens in 8 bits, and reads them not otherwise."""
+    return layer.experts is None and isinstance(w.ffn.gate_up, Float8)
 
 
 def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
@@ -110,10 +126,10 @@ def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
 
 
 # Both are compiled inside the step, so that layers that are alike are traced and lowered once, not once each.
-@partial(jax.jit, static_argnames=("spec", "layer", "attention_kernels"))
+@partial(jax.jit, static_argnames=("spec", "layer", "attention_kernels", "rounds"))
 def attention(
     x: jax.Array,
-    normed: jax.Array,
+    normed: Normed,
     w: LayerWeights,
     spec: ModelSpec,
     layer: Layer,
@@ -121,9 +137,10 @@ def attention(
     pages: KVPages,
     batch: Batch,
     attention_kernels: AttentionKernels,
-) -> tuple[jax.Array, jax.Array, KVPages]:
+    rounds: bool,
+) -> tuple[jax.Array, Normed, KVPages]:
     """The first half of a decoder layer: tokens [T, D] in, and as its norm leaves them; both out for the
-    second, and the layer's KV pages."""
+    second half, and the layer's KV pages."""
     options = Options(layer.mask, spec.attention_scale, spec.attn_softcap, w.sinks)
     attend, attend_projected = attention_kernels
     if attend_projected and is_plain(layer, w, spec):
@@ -135,21 +152,23 @@ def attention(
         qkv = linear(normed, w.qkv, w.qkv_bias)  # [T, K, G+2, H]
         q, k, v = heads_of(qkv, w, spec, layer, table, batch)
         out, pages = attend(q, *contained(k, v), pages, batch, options)
-    return *joined(x, out, w.out, w.out_bias, Around(w.attn_post_norm, w.ffn_norm), spec), pages
+    around = Around(w.attn_post_norm, w.ffn_norm, rounds)
+    return *joined(x, out, w.out, w.out_bias, around, spec), pages
 
 
-@partial(jax.jit, static_argnames=("spec", "layer", "expert_kernels"))
-def _feed_forward(
+@partial(jax.jit, static_argnames=("spec", "layer", "expert_kernels", "rounds"))
+def feed_forward(
     x: jax.Array,
-    normed: jax.Array,
+    normed: Normed,
     w: LayerWeights,
     next_norm: jax.Array | None,
     spec: ModelSpec,
     layer: Layer,
     expert_kernels: ExpertKernels,
-) -> tuple[jax.Array, jax.Array]:
+    rounds: bool,
+) -> tuple[jax.Array, Normed]:
     """The second half, with the norm of who reads the tokens next."""
-    around = Around(w.ffn_post_norm, next_norm, w.scale)
+    around = Around(w.ffn_post_norm, next_norm, rounds, w.scale)
     if layer.experts is None:
         return joined(x, gated(normed, w.ffn, spec), w.ffn.down, w.ffn.down_bias, around, spec)
     return added(x, routed(x, normed, w.ffn, spec, layer.experts, expert_kernels), around, spec)
@@ -160,6 +179,7 @@ class Around(NamedTuple):
 
     post_norm: jax.Array | None
     next_norm: jax.Array | None
+    rounds: bool  # a matrix that multiplies floats of 8 bits reads what the norm leaves, and nobody else
     scale: jax.Array | None = None
 
 
@@ -172,17 +192,22 @@ def added(x: jax.Array, h: jax.Array, around: Around, spec: ModelSpec) -> tuple[
 
 def joined(
     x: jax.Array, h: Any, weight: Matrix, bias: jax.Array | None, around: Around, spec: ModelSpec
-) -> tuple[jax.Array, jax.Array]:
-    """The same with a product of h. Adapters add to the product on the way to the norm, where nothing lies
-    between."""
+) -> tuple[jax.Array, Normed]:
+    """The same with a product of h. Where nothing lies between it and the norm, one kernel may make both: it
+    adds what adapters add, or rounds what is multiplied in 8 bits."""
     others = around.post_norm, around.scale, spec.residual_scale
-    if not isinstance(weight, Adapted) or around.next_norm is None or any(one is not None for one in others):
+    if around.next_norm is None or any(one is not None for one in others):
         return added(x, linear(h, weight, bias), around, spec)
-    x, normed = weight.join(x, h, bias, Norm(around.next_norm, spec.norm_eps, spec.norm_offset))
+    norm = Norm(around.next_norm, spec.norm_eps, spec.norm_offset)
+    if isinstance(weight, Float8) and weight.rounds_rows and around.rounds:
+        return weight.join(x, h, bias, norm)
+    if not isinstance(weight, Adapted):
+        return added(x, linear(h, weight, bias), around, spec)
+    x, normed = weight.join(x, h, bias, norm)
     return x, rms_norm(x, around.next_norm, spec) if normed is None else normed
 
 
-def begun(x: jax.Array, weight: Matrix, bias: jax.Array | None) -> tuple[jax.Array, Pending | None]:
+def begun(x: Normed, weight: Matrix, bias: jax.Array | None) -> tuple[jax.Array, Pending | None]:
     """A product, and what adapters have yet to add to it."""
     return weight.begin(x, bias) if isinstance(weight, Adapted) else (linear(x, weight, bias), None)
 
@@ -244,7 +269,7 @@ def routed(
     return out + optional_norm(shared, w.shared.post_norm, spec)
 
 
-def gated(normed: jax.Array, w: FeedForward, spec: ModelSpec) -> Any:
+def gated(normed: Normed, w: FeedForward, spec: ModelSpec) -> Any:
     """[T, D] -> [T, F], as `down` takes it."""
     return w.gate_up.gated(normed, ACTIVATIONS[spec.activation], w.gate_up_bias)
 

@@ -27,9 +27,10 @@ class Matrix(Protocol):
     def matmul(self, x: Any) -> jax.Array:
         """x [T, inputs], their axes merged -> [T, *outputs]; or what `gated` made of it."""
 
-    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> Any:
+    def gated(self, x: Any, activation: Activation, bias: jax.Array | None = None) -> Any:
         """Of gates and ups [F, 2, D]: x [T, D] -> [T, F], the activation of the gates times the ups; or
-        `Rounded`, if it was laid out for a matrix that multiplies that."""
+        `Rounded`, if it was laid out for a matrix that multiplies that. x too may come rounded to one that is
+        multiplied so."""
 
     def rows(self, which: jax.Array) -> jax.Array:
         """Of one axis of outputs: [T] -> [T, *inputs]."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from hex_llm.kernels import float8, gpu_float8
+from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.codes import doubled_e2m1
 from hex_llm.kernels.experts import Activation, GatedMatrix
 from hex_llm.kernels.float8 import FLOAT8_MAX, Rounded
@@ -84,24 +85,36 @@ class Float8(GatedMatrix):
 
     codes: Any  # float8_e4m3fn
     scales: Any  # float32 [*outputs]
-    # By a kernel of our own (execution/weight_layouts.py): what is multiplied, where no norm gives it, which
-    # XLA rounds on its way; and what becomes of gates and ups, where it is for a matrix like this.
+    # By a kernel of our own (execution/weight_layouts.py): what is multiplied, where no norm gives it, and
+    # what tokens become with the product, where a matrix like this reads them next; and what becomes of gates
+    # and ups, where it is for one.
     rounds_rows: bool = field(default=False, metadata={"static": True})
     rounds_gated: bool = field(default=False, metadata={"static": True})
 
     def matmul(self, x: jax.Array | Rounded) -> jax.Array:
-        rows = x if isinstance(x, Rounded) else self._rounded(x)
+        rows = self._rounded(x)
         num, scales = len(rows.scales), self.scales.reshape(-1)
         out = self._product(rows)[:num] * rows.scales * scales
         return out.astype(rows.dtype).reshape(num, *self.scales.shape)
 
-    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> Any:
+    def gated(self, x: jax.Array | Rounded, activation: Activation, bias: jax.Array | None = None) -> Any:
         if not self.rounds_gated:
             return super().gated(x, activation, bias)
         rows = self._rounded(x)
         return gpu_float8.round_gated(self._product(rows), rows.scales, self.scales, bias, activation)
 
-    def _rounded(self, x: jax.Array) -> Rounded:
+    def join(
+        self, around: jax.Array, x: jax.Array | Rounded, bias: jax.Array | None, norm: Norm
+    ) -> tuple[jax.Array, Rounded]:
+        """`around` and the product; and that normed and rounded, if it `rounds_rows`."""
+        rows = self._rounded(x)
+        scales = rows.scales, self.scales.reshape(-1)
+        return gpu_float8.join_rows(around, self._product(rows), *scales, bias, norm)
+
+    def _rounded(self, x: jax.Array | Rounded) -> Rounded:
+        if isinstance(x, Rounded):
+            return x
+        x = x.reshape(len(x), -1)
         return gpu_float8.round_rows(x) if self.rounds_rows else float8.round_rows(x)
 
     def _product(self, rows: Rounded) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from hex_llm.kernels import float8, gpu_float8, gpu_launch
+from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.float8 import FLOAT8_ROWS, Rounded
+from hex_llm.models import decoder
 from hex_llm.models.decoder import ACTIVATIONS
 from tests.kernels.lowering import lowered_for_gpus
 
@@ -82,6 +85,33 @@ def test_activations_and_biases(activation: Any, dtype: Any) -> None:
     assert np.mean(bits(got) != bits(expected)) < 1e-2
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 18])
+@pytest.mark.parametrize("width", [4096, 96, 9000])
+def test_what_a_product_is_added_to(width: int, num_rows: int, dtype: Any, has_bias: bool) -> None:
+    around, product = normal(num_rows, width, dtype=dtype), normal(num_rows + 14, width, dtype=dtype) * 100
+    row_scales, scales, bias = jnp.abs(normal(num_rows, 1)), jnp.abs(normal(width)) / 10, normal(width)
+    norm = Norm(normal(width, dtype=dtype), 1e-5, 1.0)
+    given = around, product, row_scales, scales, bias.astype(dtype) if has_bias else None, norm.weight
+    joined, rounded = jax.jit(
+        lambda *given: gpu_float8.join_rows(*given[:-1], norm._replace(weight=given[-1]))
+    )(*given)
+    added = product[:num_rows].astype(jnp.float32) * row_scales * scales
+    added = added + given[4].astype(jnp.float32) if given[4] is not None else added
+    expected = (around.astype(jnp.float32) + added).astype(dtype)
+    assert joined.dtype == dtype
+    tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(
+        joined.astype(jnp.float32), expected.astype(jnp.float32), rtol=tolerance, atol=tolerance
+    )
+    whole = joined.astype(jnp.float32)
+    normed = decoder.normalize(whole, norm.eps) * (norm.weight.astype(jnp.float32) + norm.offset)
+    by_judge = divided(normed, dtype)
+    np.testing.assert_allclose(rounded.scales, by_judge.scales, rtol=tolerance)
+    assert np.mean(bits(rounded) != bits(by_judge)) < 1e-2
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_rows_that_are_no_numbers_reach_nobody_else(bad: float) -> None:
     x, num = normal(5, 2 * 96), 5
@@ -92,7 +122,12 @@ def test_rows_that_are_no_numbers_reach_nobody_else(bad: float) -> None:
     def product_of(rows: Rounded) -> Any:
         return np.asarray(rows.codes[:num].astype(jnp.float32) * rows.scales)
 
-    for make in (gpu_float8.round_rows, lambda x: gpu_float8.round_gated(x, ones, scales, None, jax.nn.silu)):
+    def joined(x: jax.Array) -> Rounded:
+        norm = Norm(jnp.ones(x.shape[1]), 1e-5, 0.0)
+        return gpu_float8.join_rows(x, x, ones, jnp.ones(x.shape[1]), None, norm)[1]
+
+    gated = partial(gpu_float8.round_gated, row_scales=ones, scales=scales, bias=None, activation=jax.nn.silu)
+    for make in (gpu_float8.round_rows, gated, joined):
         got, expected = jax.jit(make)(broken), jax.jit(make)(x)
         np.testing.assert_array_equal(bits(got)[others], bits(expected)[others])
         np.testing.assert_array_equal(got.scales[others], expected.scales[others])
@@ -108,5 +143,10 @@ def test_lowers_for_gpus(width: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
     for bias in (None, jnp.zeros((width, 2), dtype)):
         given = x, ones, scales, bias
         text = lowered_for_gpus(lambda *given: gpu_float8.round_gated(*given, jax.nn.silu).codes, *given)
+        assert "triton" in text
+        given = x[:20], x, ones, jnp.ones(2 * width), None if bias is None else bias.reshape(-1), x[0]
+        text = lowered_for_gpus(
+            lambda *one: gpu_float8.join_rows(*one[:-1], Norm(one[-1], 1e-5, 0.0))[0], *given
+        )
         assert "triton" in text
     assert "triton" in lowered_for_gpus(lambda x: gpu_float8.round_rows(x).codes, x)

@@ -47,7 +47,7 @@ def heads_of(form: str, group: int, head_dim: int, dtype: Any) -> Projected:
     return Projected(normal(NUM_TOKENS, KV_HEADS, group + 2, head_dim), norms, table, eps=1e-5, offset=1.0)
 
 
-def expected(heads: Projected, pages: KVPages) -> tuple[jax.Array, jax.Array, KVPages]:
+def expected(heads: Projected, pages: KVPages) -> tuple[jax.Array, list[jax.Array], KVPages]:
     qk, v = heads.qkv[:, :, :-1], heads.qkv[:, :, -1]
     if heads.norms is not None:
         weights = jnp.stack([heads.norms[0]] * (qk.shape[2] - 1) + [heads.norms[1]]).astype(jnp.float32)
@@ -56,7 +56,7 @@ def expected(heads: Projected, pages: KVPages) -> tuple[jax.Array, jax.Array, KV
     if heads.table is not None:
         qk = rotate(qk, *heads.table, interleaved=False)
     k, v = decoder.contained(qk[:, :, -1], v)
-    return qk[:, :, :-1], jnp.stack([k, v], axis=2), reference.write_kv(k, v, pages, SLOTS)
+    return qk[:, :, :-1], [k, v], reference.write_kv(k, v, pages, SLOTS)
 
 
 @pytest.mark.usefixtures("cut")

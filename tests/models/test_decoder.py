@@ -84,8 +84,8 @@ def test_heads_of_a_kernel(name: str) -> None:
 
 def run_whole(spec: ModelSpec, weights: Weights, *given: Any) -> tuple[jax.Array, list[KVPages]]:
     """Hidden states of all tokens, and the pages."""
-    states, pages = decoder.forward(spec, weights, *given)
-    return decoder.finished(spec, weights, states, given[-1]), pages
+    *states, pages = decoder.forward(spec, weights, *given)
+    return decoder.finished(spec, weights, *states, given[-1]), pages
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", pytest.param("gemma2-2b", marks=pytest.mark.slow)])

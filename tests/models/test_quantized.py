@@ -212,8 +212,8 @@ def hidden_on_gpus(folder: Path, num: int) -> tuple[np.ndarray, Weights]:
 
     def forward(weights: Weights) -> jax.Array:
         x = decoder.embed(spec, weights, positions + 5)
-        x, _ = decoder.forward(spec, weights, x, positions + 1, pages, batch, *run)
-        return decoder.finished(spec, weights, x, run[1])
+        *states, _ = decoder.forward(spec, weights, x, positions + 1, pages, batch, *run)
+        return decoder.finished(spec, weights, *states, run[1])
 
     return np.asarray(jax.jit(forward)(weights), np.float32), weights
 
