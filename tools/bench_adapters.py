@@ -25,8 +25,9 @@ import numpy as np
 from jax import Array
 
 from hex_llm.execution.runner import BESIDE, GRAPHS, NO_GRAPHS, UNTRIED_PRODUCTS
-from hex_llm.kernels.adapters import Fused
-from hex_llm.kernels.gpu_adapters import BY_ROW, FEW_ROWS, Adding, Ranking, add_adapters, ranks_of_rows
+from hex_llm.kernels.adapters import Fused, Owners
+from hex_llm.kernels.gpu_adapter_tiles import Tiling, tiles_of_many
+from hex_llm.kernels.gpu_adapters import FEW_ROWS, Adding, Ranking, add_adapters, ranks_of_rows
 from hex_llm.models.adapters import add_by_all
 from hex_llm.models.linear import Dense, linear
 
@@ -54,7 +55,7 @@ class Way(NamedTuple):
 
     place: str = "after"
     first: Ranking | None = None
-    second: Adding | None = None
+    second: Adding | Tiling | None = None
     is_concurrent: bool = False  # kernels of a graph that do not need each other
 
 
@@ -83,28 +84,25 @@ def few_ways(product: Product) -> dict[str, Way]:
     return {
         "now": Way(),
         "now concurrent": Way(is_concurrent=True),
-        "spread": Way(second=Adding("spread", 64, columns, 4, 4)),
-        "by row": Way(second=Adding(BY_ROW, 1, 256, 4, 2)),
-        "by row concurrent": Way(second=Adding(BY_ROW, 1, 256, 4, 2), is_concurrent=True),
+        "spread": Way(second=Adding(64, columns, 4, 4)),
+        "by row": Way(second=Adding(1, 256, 4, 2)),
+        "by row concurrent": Way(second=Adding(1, 256, 4, 2), is_concurrent=True),
         "ranks alone: now": Way("ranks"),
         "ranks alone: 4 splits": Way("ranks", fewer),
     }
 
 
 def many_ways(product: Product) -> dict[str, Way]:
-    tiles = [(64, 64, 4), (64, 128, 4), (128, 64, 8)]
-    tiles += [(32, 64, 4), (32, 128, 4), (32, 128, 8), (16, 256, 4)] if product.gated else [(128, 128, 8)]
-    ways = {"now": Way()}
-    for rows, columns, warps in tiles:
-        how = Adding("used", rows, columns, warps, 2)
-        ways[f"{rows} rows, {columns} columns, {warps} warps"] = Way(second=how)
+    tilings = [Tiling(64, 64, 8, 4, 3), Tiling(64, 64, 16, 4, 2), Tiling(64, 32, 8, 4, 2)]
+    tilings += [Tiling(32, 128, 8, 8, 2), Tiling(16, 256, 16, 4, 3), Tiling(16, 512, 8, 8, 3)]
+    ways = {"now": Way()} | {str(tiling): Way(second=tiling) for tiling in tilings}
     ways["ranks alone: now"] = Way("ranks")
     ways["ranks alone: 64 rows"] = Way("ranks", Ranking(64, 128, 1, 4, 4))
     return ways
 
 
 def call(
-    product: Product, way: Way | None, x: Array, around: Array, layer: Layer, which: Array
+    product: Product, way: Way | None, x: Array, around: Array, layer: Layer, owners: Owners
 ) -> tuple[Array, ...]:
     """One product as a layer has it, without a way without adapters; and what else must be made."""
     matrix = Dense(layer.matrix, len(product.outputs))
@@ -112,7 +110,7 @@ def call(
 
     def add(out: Array, adder: Any = add_adapters, **how: Any) -> Array:
         up = jnp.moveaxis(layer.up, 0, -2) if adder is add_by_all else layer.up
-        given = (out, x, layer.down, up, product.fused, which, product.activation)
+        given = (out, x, layer.down, up, product.fused, owners, product.activation)
         added: Array = adder(*given, **how)
         return added
 
@@ -120,7 +118,7 @@ def call(
     place = "base" if way is None else way.place
     if way is None or place == "ranks":
         out = matrix.gated(x, jax.nn.silu) if product.gated else linear(x, matrix)
-        others = () if way is None else (ranks_of_rows(x, layer.down, which, way.first),)
+        others = () if way is None else (ranks_of_rows(x, layer.down, owners, way.first),)
     else:
         out = add(linear(x, matrix), add_by_all) if place == "all" else add(linear(x, matrix), **how)
     return (around + out if product.adds_to else out, *others)
@@ -131,10 +129,11 @@ def calls(
 ) -> list[Array]:
     """What must be made: all results, but where one is added to the next by a kernel, in place, the last."""
     found: list[Array] = []
+    owners = Owners(which, tiles_of_many(which, NUM_SLOTS))
     in_place = product.adds_to and (way is None or way.place == "ranks")
     one = jax.jit(partial(call, product, way))  # traced once
     for i in range(num):
-        out, *others = one(x, around, layers[i % len(layers)], which)
+        out, *others = one(x, around, layers[i % len(layers)], owners)
         around = out if product.adds_to else around
         found += others if in_place and i < num - 1 else [*others, out]
         told = out.ravel()[0] + sum(other.ravel()[0] for other in others)

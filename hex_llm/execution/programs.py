@@ -22,7 +22,7 @@ from hex_llm.execution.batch import StepShape, batch_of, num_choices, parts_of
 from hex_llm.execution.results import CHOICE_SIZE, first_token_ids, pack_choices, pack_tokens
 from hex_llm.execution.sampling import Chosen, Features, adjusted, choose, logprobs_of, no_logprobs, tokens
 from hex_llm.execution.slots import SlotLayout, SlotRows, append_tokens, note_blocks
-from hex_llm.kernels.adapters import AdapterKernels
+from hex_llm.kernels.adapters import AdapterKernels, Owners
 from hex_llm.kernels.attention import AttentionKernels, KVPages, Options
 from hex_llm.kernels.experts import ExpertKernels, ExpertOptions
 from hex_llm.kernels.sharded import ShardedMatrix
@@ -136,7 +136,7 @@ class ProgramContext(NamedTuple):
 
     def lm_head(self, weights: Weights, adapters: Slots, which: Any) -> Any:
         """For rows whose adapters are in these slots."""
-        return Adapted(weights.lm_head, adapters[HEAD], which, self.adapter_kernels)
+        return Adapted(weights.lm_head, adapters[HEAD], Owners(which), self.adapter_kernels)
 
 
 class ProgramSpec(NamedTuple):

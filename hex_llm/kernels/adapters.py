@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from jax import Array
 
@@ -24,18 +25,41 @@ class Fused(NamedTuple):
         return ends[module], ends[module + 1]
 
 
+class Tiles(NamedTuple):
+    """A step's rows in tiles, each of which has rows of one slot."""
+
+    slots: Array  # int32 [N] counted from 1; 0: none
+    rows: Array  # int32 [N, R]; what fills up is T
+
+
+class Owners(NamedTuple):
+    """Whose adapters a step's rows have."""
+
+    which: Array  # int32 [T] slots, counted from 1; 0: none
+    tiles: Tiles | None = None  # for kernels that ask for them
+
+
+class Ranked(NamedTuple):
+    """What a matrix multiplies, and what the first factors of its adapters make of it."""
+
+    x: Array  # [T, inputs]
+    ranks: Array  # [splits, T, ranks], as of `Pending`
+
+
 class AddAdapters(Protocol):
     def __call__(
         self,
         out: Array,  # [T, *outputs]
-        x: Array,  # [T, inputs]
+        x: Any,  # [T, inputs], or Ranked
         down: Array,  # [slots, modules * ranks, inputs]
         up: Array,  # [*outputs, slots, ranks]
         fused: Fused,
-        which: Array,  # int32 [T] each row's slot, counted from 1; 0: none
+        owners: Owners,
         activation: Activation | None = None,
-    ) -> Array:
-        """`out` and what each row's own adapter adds; with an activation, outputs [F, 2] become [F]."""
+        following: Array | None = None,  # [slots, ranks, F] first factors of the matrix that is next
+    ) -> Array | Ranked:
+        """`out` and what each row's own adapter adds; with an activation, outputs [F, 2] become [F], and may
+        be ranked for the following."""
         ...
 
 
@@ -45,11 +69,11 @@ class Pending(NamedTuple):
     ranks: Array  # float32 [splits, T, modules * ranks]: of each row's own slot, to be summed over splits
     up: Array  # [*outputs, slots, ranks]
     fused: Fused
-    which: Array
+    owners: Owners
 
 
 class BeginAdapters(Protocol):
-    def __call__(self, x: Array, down: Array, up: Array, fused: Fused, which: Array) -> Pending: ...
+    def __call__(self, x: Array, down: Array, up: Array, fused: Fused, owners: Owners) -> Pending: ...
 
 
 class JoinAdapters(Protocol):
@@ -57,10 +81,10 @@ class JoinAdapters(Protocol):
         self,
         around: Array,  # [T, D]
         out: Array,  # [T, D]: the base's product
-        x: Array,  # [T, inputs]
+        x: Any,  # [T, inputs], or Ranked
         down: Array,  # [slots, ranks, inputs]
         up: Array,  # [D, slots, ranks]
-        which: Array,
+        owners: Owners,
         norm: Norm,
     ) -> tuple[Array, Array | None]:
         """`around`, `out` and what adapters add; and that normed, if it was made on the way."""
@@ -81,4 +105,5 @@ class AdapterKernels(NamedTuple):
     add: AddAdapters
     begin: BeginAdapters | None = None
     join: JoinAdapters | None = None
+    tiles: Callable[[Array, int], Tiles | None] | None = None  # of `which` and the number of slots
     slots_first: bool = False  # `up` is [slots, *outputs, ranks] to all of them

@@ -3,14 +3,13 @@
 The first leaves for each row the ranks of its own slot. The second adds to the base's product: to heads
 where they are made (gpu_heads.py); of gates and ups it makes what goes on, so that these are read once, as
 without adapters. Of decodes a program has a row and asks its slot, behind attention and feed-forward in a
-kernel that also norms; where outputs are many it has a tile of rows, which asks all slots. Of prompts, whose
-rows of one adapter follow each other, a tile asks the one or two that its rows have, and behind attention and
-feed-forward makes only what they add, which cuBLAS adds. docs/kernels.md tells what was measured.
+kernel that also norms; where outputs are many it has a tile of rows, which asks all slots. Prompts are added
+to in tiles (gpu_adapter_tiles.py), behind attention and feed-forward before the product, which cuBLAS then
+adds. docs/kernels.md tells what was measured.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,15 +20,20 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from hex_llm.kernels.adapters import AdapterKernels, Fused, Norm, Pending
+from hex_llm.kernels.adapters import AdapterKernels, Fused, Norm, Owners, Pending, Ranked, Tiles
 from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.gpu_adapter_tiles import (
+    FEW_ROWS,
+    Product,
+    add_in_tiles,
+    tiles_for,
+    tiles_of_many,
+)
 from hex_llm.kernels.gpu_launch import MIN_DOT, dot, index_grid, launched, next_power, quick, read_tile
 
-FEW_ROWS = 256  # decodes
 MANY_OUTPUTS = 8192  # so many are read once for all rows
 MIN_SPLIT = 512  # the fewest inputs that are worth a program
 SPREAD_DEPTH = 64  # ranks of all slots at a time
-BY_ROW = "by row"
 JOIN_COLUMNS, JOIN_WARPS = 4096, 16  # at a time; of a row
 
 
@@ -44,10 +48,9 @@ class Ranking(NamedTuple):
 
 
 class Adding(NamedTuple):
-    """How the second product is cut."""
+    """How the second product of few rows is cut."""
 
-    form: str  # a name in FORMS, or BY_ROW
-    rows: int
+    rows: int  # 1: a program has one, and asks its slot; others ask all
     columns: int  # of the result, all of one module
     warps: int
     stages: int
@@ -64,66 +67,75 @@ def ranking_beside(num_rows: int, num_outputs: int) -> Ranking:
     return ranking(num_rows)._replace(splits=splits)
 
 
-def adding(num_rows: int, num_outputs: int, gated: bool) -> Adding:
-    if num_rows < MIN_DOT or (num_rows <= FEW_ROWS and num_outputs <= MANY_OUTPUTS):
-        return Adding(BY_ROW, 1, 256, 4, 2)
-    if num_rows <= FEW_ROWS:
-        return Adding("spread", 64, 64, 4, 4)
-    return Adding("used", 32, 64 if gated else 128, 4, 2)
+def adding(num_rows: int, num_outputs: int) -> Adding:
+    if num_rows < MIN_DOT or num_outputs <= MANY_OUTPUTS:
+        return Adding(1, 256, 4, 2)
+    return Adding(64, 64, 4, 4)
 
 
 def add_adapters(
     out: Array,
-    x: Array,
+    x: Array | Ranked,
     down: Array,
     up: Array,
     fused: Fused,
-    which: Array,
+    owners: Owners,
     activation: Activation | None = None,
+    following: Array | None = None,
     first: Ranking | None = None,
-    second: Adding | None = None,
-) -> Array:
+    second: Any = None,
+) -> Array | Ranked:
     """See kernels.adapters.AddAdapters. out [T, *outputs], x [T, K], down [slots, modules * ranks, K],
-    up [slots, *outputs, ranks]; which [T] counts slots from 1, 0: none."""
-    ranks = ranks_of_rows(x, down, which, first)
-    if activation is None and len(x) > FEW_ROWS:
-        return out + _added(None, ranks, up, fused, which, None, second).reshape(out.shape)
-    added = _added(out.reshape(len(x), -1), ranks, up, fused, which, activation, second)
-    return added.reshape(out.shape) if activation is None else added
+    up [slots, *outputs, ranks]. `second`: an Adding of few rows, of others a Tiling."""
+    base, ranks = out.reshape(len(out), -1), ranks_of_rows(x, down, owners, first)
+    if len(base) <= FEW_ROWS:
+        added = _added(base, ranks, up, Product.of(up.shape[1:-1], fused, activation), owners.which, second)
+        return added.reshape(out.shape) if activation is None else added
+    if activation is None:
+        return out + add_in_tiles(None, ranks, up, fused, owners, tiling=second)[0].reshape(out.shape)
+    made, ranks_behind = add_in_tiles(base, ranks, up, fused, owners, activation, following, second)
+    return made if ranks_behind is None else Ranked(made, ranks_behind)
 
 
-def begin_adapters(x: Array, down: Array, up: Array, fused: Fused, which: Array) -> Pending:
+def begin_adapters(x: Array, down: Array, up: Array, fused: Fused, owners: Owners) -> Pending:
     """See kernels.adapters.BeginAdapters."""
-    return Pending(ranks_of_rows(x, down, which), up, fused, which)
+    return Pending(ranks_of_rows(x, down, owners), up, fused, owners)
 
 
 def join_adapters(
-    around: Array, out: Array, x: Array, down: Array, up: Array, which: Array, norm: Norm
+    around: Array, out: Array, x: Array | Ranked, down: Array, up: Array, owners: Owners, norm: Norm
 ) -> tuple[Array, Array | None]:
     """See kernels.adapters.JoinAdapters. Of prompts what adapters add comes first: then cuBLAS adds all that
     to the product."""
-    if len(x) > FEW_ROWS:
-        return _added(around, ranks_of_rows(x, down, which), up, Fused(), which, None, None) + out, None
-    base, ranks = around + out, ranks_of_rows(x, down, which, ranking_beside(len(x), out.shape[1]))
+    num_rows = len(out)
+    if num_rows > FEW_ROWS:
+        return add_in_tiles(around, ranks_of_rows(x, down, owners), up, Fused(), owners)[0] + out, None
+    base, ranks = around + out, ranks_of_rows(x, down, owners, ranking_beside(num_rows, out.shape[1]))
     kernel = partial(_join_kernel, eps=norm.eps, offset=norm.offset)
-    call = launched(kernel, (len(x),), [base, base], JOIN_WARPS, 1, {0: 0})
-    joined, normed = call(base, ranks, up, which, norm.weight)
+    call = launched(kernel, (num_rows,), [base, base], JOIN_WARPS, 1, {0: 0})
+    joined, normed = call(base, ranks, up, owners.which, norm.weight)
     return joined, normed
 
 
 # ---- the first factor
 
 
-def ranks_of_rows(x: Array, down: Array, which: Array, how: Ranking | None = None) -> Array:
+def ranks_of_rows(x: Array | Ranked, down: Array, owners: Owners, how: Ranking | None = None) -> Array:
     """[splits, T, ranks], each row's in its own slot, to be summed over splits; without a slot anything."""
+    if isinstance(x, Ranked):
+        return x.ranks
     down, how = down.reshape(*down.shape[:2], -1), how or ranking(len(x))
     num_slots, num_ranks, num_inputs = down.shape
     splits = max(min(how.splits, num_inputs // MIN_SPLIT), 1)
     how = how._replace(rows=_tile_rows(len(x), how.rows), splits=splits)
     out = jax.ShapeDtypeStruct((splits, len(x), num_ranks), x.dtype if splits == 1 else jnp.float32)
-    grid = (pl.cdiv(len(x), how.rows), num_slots, splits)
+    whose: Any = owners.which
+    grid: tuple[int, ...] = splits, pl.cdiv(len(x), how.rows), num_slots  # each tile for each slot
+    if len(x) > FEW_ROWS:
+        whose = tiles_for(owners, num_slots, how.rows)
+        grid = splits, len(whose.slots)
     call = launched(partial(_ranks_kernel, how=how), grid, out, how.warps, how.stages)
-    result: Array = call(x, down, which)
+    result: Array = call(x, down, whose)
     return result
 
 
@@ -131,14 +143,20 @@ def _tile_rows(num_rows: int, most: int) -> int:
     return min(max(next_power(num_rows), MIN_DOT), most)
 
 
-def _ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, how: Ranking) -> None:
-    tile, slot, split = (pl.program_id(axis) for axis in range(3))
-    num_rows, num_inputs = x_ref.shape
-    num_ranks = down_ref.shape[1]
-    row = tile * how.rows + lax.iota(jnp.int32, how.rows)
+def _ranks_kernel(x_ref: Any, down_ref: Any, whose: Any, out_ref: Any, *, how: Ranking) -> None:
+    split, tile = pl.program_id(0), pl.program_id(1)
+    (num_rows, num_inputs), num_ranks = x_ref.shape, down_ref.shape[1]
+    nth = lax.iota(jnp.int32, how.rows)
     # What is not there is read from somewhere else instead, and not stored.
-    source = jnp.minimum(row, num_rows - 1)
-    is_own = plgpu.load(which_ref.at[source]) == slot + 1
+    if isinstance(whose, Tiles):
+        rows: Any = whose.rows
+        slot, row = whose.slots[tile] - 1, plgpu.load(rows.at[tile, nth])
+        source = jnp.minimum(row, num_rows - 1)
+        is_own = (row < num_rows) & (slot >= 0)
+    else:
+        slot, row = pl.program_id(2), tile * how.rows + nth
+        source = jnp.minimum(row, num_rows - 1)
+        is_own = (plgpu.load(whose.at[source]) == slot + 1) & (row < num_rows)
 
     @pl.when(jnp.sum(is_own.astype(jnp.int32)) > 0)
     def multiply() -> None:
@@ -154,54 +172,31 @@ def _ranks_kernel(x_ref: Any, down_ref: Any, which_ref: Any, out_ref: Any, *, ho
         length = pl.cdiv(pl.cdiv(num_inputs, how.depth), how.splits)
         last = jnp.minimum((split + 1) * length, pl.cdiv(num_inputs, how.depth))
         total = lax.fori_loop(split * length, last, add, jnp.zeros((how.rows, len(rank)), jnp.float32))
-        mask = (is_own & (row < num_rows))[:, None] & (rank < num_ranks)[None, :]
         at = (split, *index_grid(row, rank[None, :]))
+        mask = is_own[:, None] & (rank < num_ranks)[None, :]
         plgpu.store(out_ref.at[at], total.astype(out_ref.dtype), mask=mask)
 
 
 # ---- the second factor
 
 
-class Cut(NamedTuple):
-    """Adding, and of what."""
-
-    how: Adding
-    fused: Fused
-    num_inner: int  # outputs behind the axis of the modules
-    num_along: int  # outputs along it
-    activation: Activation | None
-
-
-def _added(
-    base: Array | None,
-    ranks: Array,
-    up: Array,
-    fused: Fused,
-    which: Array,
-    activation: Activation | None,
-    how: Adding | None,
-) -> Array:
-    """[T, outputs]; without a base what is added to it."""
-    num_slots, *outputs, num_ranks = up.shape
-    num_rows, num_outputs = len(which), math.prod(outputs)
-    how = how or adding(num_rows, num_outputs, activation is not None)
-    how = how if how.form == BY_ROW else how._replace(rows=_tile_rows(num_rows, how.rows))
-    inner, along = math.prod(outputs[fused.axis + 1 :]), outputs[fused.axis]
-    if activation is None and fused.starts:
-        how = how._replace(columns=min(how.columns, inner & -inner))
-    if how.form == "spread":
-        ranks = _spread(ranks, which, num_slots, num_ranks, up.dtype)
-    cut = Cut(how, fused, inner, along, activation)
-    out = jax.ShapeDtypeStruct((num_rows, num_outputs // (1 if activation is None else 2)), up.dtype)
-    aliases = {0: 0} if activation is None and base is not None else {}
-    grid = (pl.cdiv(num_rows, how.rows), pl.cdiv(out.shape[1], how.columns))
-    whose: Any = which if how.form == BY_ROW else None  # ranks that are spread say it themselves
-    if how.form == "used":
-        whose = which, shared_slots(which, how.rows)
-    given = (ranks, up.reshape(num_slots, -1, num_ranks), whose)
-    kernel = _row_kernel if how.form == BY_ROW else _tile_kernel
-    call = launched(partial(kernel, cut=cut), grid, out, how.warps, how.stages, aliases)
-    result: Array = call(*given) if base is None else call(base, *given)
+def _added(base: Array, ranks: Array, up: Array, product: Product, which: Array, how: Adding | None) -> Array:
+    """[T, outputs] of few rows."""
+    num_slots, num_ranks, num_rows = len(up), up.shape[-1], len(which)
+    how = how or adding(num_rows, base.shape[1])
+    by_row = how.rows == 1
+    how = how._replace(
+        rows=1 if by_row else _tile_rows(num_rows, how.rows), columns=product.columns(how.columns)
+    )
+    width = base.shape[1] // (1 if product.activation is None else 2)
+    whose = [which] if by_row else []  # ranks that are spread say it themselves
+    ranks = ranks if by_row else _spread(ranks, which, num_slots, num_ranks, up.dtype)
+    kernel = partial(_row_kernel if by_row else _spread_kernel, how=how, product=product)
+    grid = (pl.cdiv(num_rows, how.rows), pl.cdiv(width, how.columns))
+    aliases = {0: 0} if product.activation is None else {}
+    out = jax.ShapeDtypeStruct((num_rows, width), up.dtype)
+    call = launched(kernel, grid, out, how.warps, how.stages, aliases)
+    result: Array = call(base, ranks, up.reshape(num_slots, -1, num_ranks), *whose)
     return result
 
 
@@ -210,12 +205,6 @@ def _spread(ranks: Array, which: Array, num_slots: int, num_ranks: int, dtype: A
     own = jnp.sum(ranks.astype(jnp.float32), axis=0).astype(dtype).reshape(len(which), -1, 1, num_ranks)
     is_own = which[:, None] == jnp.arange(1, num_slots + 1)
     return jnp.where(is_own[:, None, :, None], own, 0).reshape(1, len(which), -1)
-
-
-def shared_slots(which: Array, num_rows: int) -> Array:
-    """The slot that all rows of a tile have, counted from 1; 0: there is none."""
-    tiles = jnp.pad(which, (0, -len(which) % num_rows), mode="edge").reshape(-1, num_rows)
-    return jnp.where(jnp.all(tiles == tiles[:, :1], axis=1), tiles[:, 0], 0)
 
 
 def _join_kernel(
@@ -252,21 +241,21 @@ def _join_kernel(
 
 
 def _row_kernel(
-    base_ref: Any, ranks_ref: Any, up_ref: Any, which_ref: Any, out_ref: Any, *, cut: Cut
+    base_ref: Any, ranks_ref: Any, up_ref: Any, which_ref: Any, out_ref: Any, *, how: Adding, product: Product
 ) -> None:
-    row, first, width = pl.program_id(0), pl.program_id(1) * cut.how.columns, out_ref.shape[1]
-    column = first + lax.iota(jnp.int32, cut.how.columns)
-    here = column if width % cut.how.columns == 0 else jnp.minimum(column, width - 1)
+    row, first, width = pl.program_id(0), pl.program_id(1) * how.columns, out_ref.shape[1]
+    column = first + lax.iota(jnp.int32, how.columns)
+    here = column if width % how.columns == 0 else jnp.minimum(column, width - 1)
 
     def add(output: Array, module: Array) -> Array:
         base = plgpu.load(base_ref.at[row, output]).astype(jnp.float32)
         return base + row_adder(ranks_ref, up_ref, which_ref, row, module)(output)
 
-    if cut.activation is None:
-        out = add(here, _module(cut, first))
+    if product.activation is None:
+        out = add(here, product.module_of(first))
     else:
-        out = quick(cut.activation)(add(2 * here, jnp.int32(0)))
-        out *= add(2 * here + 1, jnp.int32(cut.fused.num_modules - 1))
+        out = quick(product.activation)(add(2 * here, jnp.int32(0)))
+        out *= add(2 * here + 1, jnp.int32(product.fused.num_modules - 1))
     plgpu.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=column < width)
 
 
@@ -297,131 +286,54 @@ def row_adder(
     return add
 
 
-def _tile_kernel(*refs: Any, cut: Cut) -> None:
-    *base_ref, ranks_ref, up_ref, whose_refs, out_ref = refs
-    how, (num_rows, width), tile = cut.how, out_ref.shape, pl.program_id(0)
-    row = tile * how.rows + lax.iota(jnp.int32, how.rows)
+def _spread_kernel(
+    base_ref: Any, ranks_ref: Any, up_ref: Any, out_ref: Any, *, how: Adding, product: Product
+) -> None:
+    """A tile asks all slots as one product, of rows that are zeros but for their own."""
+    num_rows, width = out_ref.shape
+    row = pl.program_id(0) * how.rows + lax.iota(jnp.int32, how.rows)
     source = jnp.minimum(row, num_rows - 1)
     first = pl.program_id(1) * how.columns
     column = first + lax.iota(jnp.int32, how.columns)
     here = column if width % how.columns == 0 else jnp.minimum(column, width - 1)
 
     def read(output: Array) -> Array:
-        if not base_ref:
-            return jnp.zeros((len(source), len(output)), jnp.float32)
-        return plgpu.load(base_ref[0].at[index_grid(source, output[None, :])])
+        return plgpu.load(base_ref.at[index_grid(source, output[None, :])])
 
-    if cut.activation is None:
-        parts = [Part(read(here).astype(jnp.float32), here, _module(cut, first))]
+    def add(base: Array, output: Array, module: Any) -> Array:
+        return _with_all(ranks_ref, up_ref, source, base.astype(jnp.float32), output, module)
+
+    if product.activation is None:
+        out = add(read(here), here, product.module_of(first))
     else:
-        gate, up = _both(read, first, width, how)
-        last = cut.fused.num_modules - 1
-        parts = [
-            Part(gate.astype(jnp.float32), 2 * here, 0),
-            Part(up.astype(jnp.float32), 2 * here + 1, last),
-        ]
-    out, *others = FORMS[how.form](ranks_ref, up_ref, source, whose_refs, parts)
-    if cut.activation is not None:
-        out = quick(cut.activation)(out) * others[0]
+        # Gates and ups lie by turns: one read of all, in the order of memory.
+        output = 2 * first + lax.iota(jnp.int32, 2 * how.columns)
+        both = read(output if width % how.columns == 0 else jnp.minimum(output, 2 * width - 1))
+        gate, up = jnp.unstack(both.reshape(how.rows, how.columns, 2), axis=2)
+        out = quick(product.activation)(add(gate, 2 * here, 0))
+        out *= add(up, 2 * here + 1, product.fused.num_modules - 1)
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
     plgpu.store(out_ref.at[index_grid(row, column[None, :])], out.astype(out_ref.dtype), mask=mask)
 
 
-def _both(read: Any, first: Array, width: int, how: Adding) -> tuple[Array, Array]:
-    """Gates and ups, which lie by turns: one read of all, in the order of memory."""
-    output = 2 * first + lax.iota(jnp.int32, 2 * how.columns)
-    output = output if width % how.columns == 0 else jnp.minimum(output, 2 * width - 1)
-    gate, up = jnp.unstack(read(output).reshape(how.rows, how.columns, 2), axis=2)
-    return gate, up
-
-
-def _module(cut: Cut, column: Array) -> Array:
-    along = lax.rem(lax.div(column, cut.num_inner), cut.num_along)
-    return sum(((along >= start).astype(jnp.int32) for start in cut.fused.starts), jnp.zeros_like(along))
-
-
-# ---- forms of the second product in tiles: the parts' totals, and what the rows' own slots add to them
-
-
-class Part(NamedTuple):
-    total: Array  # [R, C]
-    output: Array  # [C], all of one module
-    module: Any
-
-
-class Used(NamedTuple):
-    """What the rows of a tile ask, in kernels. Factors are each part's first ones."""
-
-    ranks: Any  # [1, T, modules * ranks]
-    up: Any  # [slots, outputs, ranks]
-    which: Any  # [T]
-    shared: Array  # the slot that all rows have, as but for few tiles; 0: there is none
-    row: Array
-
-    def factors(self, parts: list[Part]) -> list[Array]:
-        rank, inside = self._rank()
-        places = [part.module * self.up.shape[2] + rank for part in parts]
-        own = [read_tile(self.ranks, (jnp.int32(0),), self.row, at, inside) for at in places]
-        return [one.astype(self.up.dtype) for one in own]
-
-    def add_one(self, parts: list[Part], factors: list[Array]) -> list[Array]:
-        """Where there is a shared one."""
-        found = self._products(self.shared - 1, parts, factors)
-        return [part.total + product for part, product in zip(parts, found, strict=True)]
-
-    def add_several(self, parts: list[Part], factors: list[Array]) -> list[Array]:
-        """Where there is none."""
-        which = plgpu.load(self.which.at[self.row])
-
-        def add(slot: Array, totals: list[Array]) -> list[Array]:
-            is_own = which == slot + 1
-
-            def added() -> list[Array]:
-                # Rows of other slots throw away what its product says: so the first factor stays as it is.
-                found = self._products(slot, parts, factors)
-                return [x + jnp.where(is_own[:, None], y, 0) for x, y in zip(totals, found, strict=True)]
-
-            return lax.cond(jnp.sum(is_own.astype(jnp.int32)) > 0, added, lambda: totals)
-
-        lowest = jnp.min(jnp.where(which > 0, which, len(self.up) + 1)) - 1
-        return list(lax.fori_loop(lowest, jnp.max(which), add, [part.total for part in parts]))
-
-    def _products(self, slot: Array, parts: list[Part], factors: list[Array]) -> list[Array]:
-        rank, inside = self._rank()
-        ups = [read_tile(self.up, (slot,), part.output, rank, inside) for part in parts]
-        return [dot(factor, up.T) for factor, up in zip(factors, ups, strict=True)]
-
-    def _rank(self) -> tuple[Array, Array | None]:
-        num_ranks = self.up.shape[2]
-        rank = lax.iota(jnp.int32, max(next_power(num_ranks), MIN_DOT))
-        return rank, None if len(rank) == num_ranks else rank < num_ranks
-
-
-def _used(ranks_ref: Any, up_ref: Any, row: Array, whose_refs: Any, parts: list[Part]) -> list[Array]:
-    used = Used(ranks_ref, up_ref, whose_refs[0], whose_refs[1][pl.program_id(0)], row)
-    given = parts, used.factors(parts)
-    return lax.cond(used.shared > 0, partial(used.add_one, *given), partial(used.add_several, *given))
-
-
-def _all_spread(ranks_ref: Any, up_ref: Any, row: Array, _: Any, parts: list[Part]) -> list[Array]:
-    """All slots as one product, of rows that are zeros but for their own."""
+def _with_all(ranks_ref: Any, up_ref: Any, row: Array, base: Array, output: Array, module: Any) -> Array:
+    """base [R, C], of outputs [C] of one module."""
     num_slots, _, num_ranks = up_ref.shape
     num = num_slots * num_ranks
     depth = min(max(next_power(num), MIN_DOT), SPREAD_DEPTH)
 
-    def add(part: Part, i: Array, total: Array) -> Array:
+    def add(i: Array, total: Array) -> Array:
         place = i * depth + lax.iota(jnp.int32, depth)
         inside = None if num % depth == 0 else place < num
-        ranks = read_tile(ranks_ref, (jnp.int32(0),), row, part.module * num + place, inside)
+        ranks = read_tile(ranks_ref, (jnp.int32(0),), row, module * num + place, inside)
         slot, rank = lax.div(place, num_ranks), lax.rem(place, num_ranks)
-        output, rank = index_grid(part.output, rank[None, :])
+        outputs, rank = index_grid(output, rank[None, :])
         mask = None if inside is None else jnp.broadcast_to(inside[None, :], rank.shape)
-        at = (jnp.broadcast_to(slot[None, :], rank.shape), output, rank)
+        at = (jnp.broadcast_to(slot[None, :], rank.shape), outputs, rank)
         up = plgpu.load(up_ref.at[at], mask=mask, other=None if mask is None else 0)
         return total + dot(ranks, up.T)
 
-    return [lax.fori_loop(0, pl.cdiv(num, depth), partial(add, part), part.total) for part in parts]
+    return lax.fori_loop(0, pl.cdiv(num, depth), add, base)
 
 
-FORMS = {"used": _used, "spread": _all_spread}
-KERNELS = AdapterKernels(add_adapters, begin_adapters, join_adapters, slots_first=True)
+KERNELS = AdapterKernels(add_adapters, begin_adapters, join_adapters, tiles_of_many, slots_first=True)

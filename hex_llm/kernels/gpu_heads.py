@@ -19,12 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.attention import KVPages, Projected, QuantizedPages, quantized
-from hex_llm.kernels.gpu_adapters import FEW_ROWS, Part, Used, row_adder, shared_slots
+from hex_llm.kernels.gpu_adapter_tiles import FEW_ROWS, Asked, Part, tiles_for
+from hex_llm.kernels.gpu_adapters import row_adder
 from hex_llm.kernels.gpu_launch import index_grid, launched, next_power
 
 Halves = list[Array]  # of heads: the first and the second
 
-TILE_ROWS = 16  # of prompts
+TILE_ROWS, TILE_WARPS = 16, 2  # of prompts
 WARPS, STAGES = 4, 3  # of a program; of a tile's loop over heads
 
 
@@ -74,6 +75,7 @@ class Program(NamedTuple):
 class Tile(NamedTuple):
     """The tokens of a program of prompts."""
 
+    row: Array  # [R]
     source: Array  # [R] what is not there is read from somewhere else instead, and not stored
     here: Array  # [C] columns of half a head, likewise
     inside: Array  # [C]
@@ -108,10 +110,12 @@ def place_heads(
     aliases = {first + i: i for i in range(len(arrays))}
     settings: Any = {"eps": heads.eps, "offset": heads.offset, "write": write, "starts": starts}
     kernel = partial(_token_kernel if is_few else _tile_kernel, **settings)
-    grid = num_kv_heads, num_rows if is_few else pl.cdiv(num_rows, TILE_ROWS)  # in the order of memory
+    num_tiles = pl.cdiv(num_rows, TILE_ROWS) if pending is None else len(jax.tree.leaves(pending[2])[0])
+    grid = num_kv_heads, num_rows if is_few else num_tiles  # in the order of memory
     q, kv = made(num_heads - 2) if num_heads > 2 else None, [made(), made()] if keep else None
     outputs = Outputs(arrays, semaphores, q, kv)
-    [out] = launched(kernel, grid, [outputs], WARPS, STAGES, aliases)(inputs)
+    warps = WARPS if is_few else TILE_WARPS
+    [out] = launched(kernel, grid, [outputs], warps, STAGES, aliases)(inputs)
     new = out.pages[0].reshape(held.shape)
     if isinstance(pages, QuantizedPages):
         new = replace(pages, words=new, scales=out.pages[1])
@@ -122,8 +126,8 @@ def _pending_of(heads: Projected, is_few: bool) -> tuple[Any, tuple[int, ...]]:
     """As a kernel gets it, and where modules begin."""
     if heads.pending is None:
         return None, ()
-    ranks, up, (_, starts), which = heads.pending
-    whose = which if is_few else (which, shared_slots(which, TILE_ROWS))
+    ranks, up, (_, starts), owners = heads.pending
+    whose = owners.which if is_few else tiles_for(owners, len(up), TILE_ROWS)
     return (ranks, up.reshape(len(up), -1, up.shape[-1]), whose), starts
 
 
@@ -180,21 +184,18 @@ def _with_adapter(program: Program, row: Array, head: Array, column: Array, part
 
 def _tile_kernel(inputs: Inputs, outputs: Outputs, **settings: Any) -> None:
     program, nth = Program(inputs, outputs, pl.program_id(0), **settings), pl.program_id(1)
-    row = nth * TILE_ROWS + lax.iota(jnp.int32, TILE_ROWS)
-    there = row < len(inputs.qkv)
-    tile = _tile_of(program, row, there)
+    in_tile, asked = lax.iota(jnp.int32, TILE_ROWS), None
     if inputs.pending is None:
-        _make_heads(program, tile)
-    else:  # two loops: what a branch holds is not read ahead
-        ranks_ref, up_ref, (which_ref, shared_ref) = inputs.pending
-        used = Used(ranks_ref, up_ref, which_ref, shared_ref[nth], tile.source)
-        pl.when(used.shared > 0)(lambda: _make_heads(program, tile, used, used.add_one))
-        pl.when(used.shared == 0)(lambda: _make_heads(program, tile, used, used.add_several))
-    plgpu.store(outputs.semaphores.at[row, program.kv_head], jnp.zeros_like(row), mask=there)
+        tile = _tile_of(program, nth * TILE_ROWS + in_tile)
+    else:
+        ranks_ref, up_ref, tiles = inputs.pending
+        tile = _tile_of(program, plgpu.load(tiles.rows.at[nth, in_tile]))
+        asked = Asked(ranks_ref, up_ref, tiles.slots[nth], tile.source)
+    pl.when(jnp.min(tile.row) < len(inputs.qkv))(lambda: _make_heads(program, tile, asked))
 
 
-def _tile_of(program: Program, row: Array, there: Array) -> Tile:
-    inputs, half = program.inputs, program.half
+def _tile_of(program: Program, row: Array) -> Tile:
+    inputs, half, there = program.inputs, program.half, row < len(program.inputs.qkv)
     source, column = jnp.minimum(row, len(inputs.qkv) - 1), lax.iota(jnp.int32, next_power(half))
     # Where nothing is written, past all slots: interpreted, what is not stored keeps what was there.
     slot = jnp.where(there, plgpu.load(inputs.slots.at[source]), len(program.outputs.pages[0]))
@@ -202,15 +203,14 @@ def _tile_of(program: Program, row: Array, there: Array) -> Tile:
     mask, here = there[:, None] & inside[None, :], jnp.minimum(column, half - 1)
     source_at = index_grid(source, here[None, :])
     table = None if inputs.table is None else [plgpu.load(ref.at[source_at]) for ref in inputs.table]
-    return Tile(source, here, inside, slot, source_at, at, mask, table)
+    return Tile(row, source, here, inside, slot, source_at, at, mask, table)
 
 
-def _make_heads(program: Program, tile: Tile, used: Used | None = None, add: Any = None) -> None:
-    """`add`: the way of `used` in which adapters add to the tile."""
+def _make_heads(program: Program, tile: Tile, asked: Asked | None) -> None:
     inputs, q_ref, group = program.inputs, program.outputs.q, program.group
 
     def made(head: Array, norm_ref: Any) -> Halves:
-        parts = _read_head(program, tile, head, used, add)
+        parts = _read_head(program, tile, head, asked)
         if norm_ref is not None:
             places = [tile.here + start for start in (0, program.half)]
             weights = [plgpu.load(norm_ref.at[place]).astype(jnp.float32)[None] for place in places]
@@ -226,21 +226,25 @@ def _make_heads(program: Program, tile: Tile, used: Used | None = None, add: Any
     if group:
         lax.fori_loop(0, group, make_query, None)
     k = made(jnp.int32(group), of_k)
-    v = _read_head(program, tile, jnp.int32(group + 1), used, add)
+    v = _read_head(program, tile, jnp.int32(group + 1), asked)
     _store_kv(program, tile.slot, *tile.at, tile.mask, k, v)
+    there = tile.row < len(inputs.qkv)
+    plgpu.store(
+        program.outputs.semaphores.at[tile.row, program.kv_head], jnp.zeros_like(tile.row), mask=there
+    )
 
 
-def _read_head(program: Program, tile: Tile, head: Array, used: Used | None, add: Any) -> Halves:
+def _read_head(program: Program, tile: Tile, head: Array, asked: Asked | None) -> Halves:
     """With what adapters add, zeros where there is nothing."""
     qkv_ref, kv_head, half = program.inputs.qkv, program.kv_head, program.half
     row, column = tile.source_at
     parts = [plgpu.load(qkv_ref.at[row, kv_head, head, column + i]) for i in (0, half)]
     parts = [x.astype(jnp.float32) for x in parts]
-    if used is not None:
+    if asked is not None:
         first = (kv_head * (program.group + 2) + head) * (2 * half) + tile.here
-        module = _module_of(program, head)
-        asked = [Part(x, first + i, module) for x, i in zip(parts, (0, half), strict=True)]
-        parts = _as_product(program, add(asked, used.factors(asked)))
+        factor = asked.factor(_module_of(program, head))
+        added = [asked.added(Part(first + i, factor)) for i in (0, half)]
+        parts = _as_product(program, [x + y for x, y in zip(parts, added, strict=True)])
     return [jnp.where(tile.inside[None, :], x, 0) for x in parts]
 
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hex_llm.kernels.adapters import AdapterKernels, Fused, Norm, Pending
+from hex_llm.kernels.adapters import AdapterKernels, Fused, Norm, Owners, Pending, Ranked
 from hex_llm.kernels.experts import Activation
-from hex_llm.models.linear import Dense, linear
+from hex_llm.models.linear import Dense, linear, merged
 from hex_llm.models.params import FeedForward, Param, Piece, Weights, abstract_weights
 from hex_llm.models.spec import ModelSpec
 
@@ -42,8 +42,9 @@ def add_by_all(
     down: jax.Array,
     up: jax.Array,
     fused: Fused,
-    which: jax.Array,
+    owners: Owners,
     activation: Activation | None = None,
+    following: jax.Array | None = None,
 ) -> jax.Array:
     """See kernels.adapters.AddAdapters. Rows ask all slots at once and keep the answer of their own one:
     others add exact zeros, for everything in a slot is finite."""
@@ -52,7 +53,7 @@ def add_by_all(
 
     def added(module: int) -> jax.Array:
         begin, end = fused.range_of(module, up.shape[fused.axis])
-        own = _of_own_slot(ranks[:, :, module], which)
+        own = _of_own_slot(ranks[:, :, module], owners.which)
         rows = jax.lax.slice_in_dim(up, begin, end, axis=fused.axis)
         return Dense(rows, num_outputs=out.ndim - 1).matmul(own)
 
@@ -73,51 +74,58 @@ class Adapted:
 
     base: Any
     slots: SlotMatrices
-    which: Any  # int32 [T]: each row's slot, counted from 1; 0: it has no adapter
+    owners: Owners
     kernels: AdapterKernels = field(default=AdapterKernels(add_by_all), metadata={"static": True})
+    following: Any = None  # the first factors of the matrix that multiplies what `gated` makes
 
-    def matmul(self, x: jax.Array) -> jax.Array:
+    def matmul(self, x: jax.Array | Ranked) -> jax.Array:
         return self._added(x)
 
-    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
+    def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> Any:
         return self._added(x, activation, bias)
 
     def rows(self, which: jax.Array) -> jax.Array:
         up, slots_first = self.slots.up, self.kernels.slots_first
-        ranks = _of_own_slot(up[:, which].swapaxes(0, 1) if slots_first else up[which], self.which)
+        ranks = _of_own_slot(up[:, which].swapaxes(0, 1) if slots_first else up[which], self.owners.which)
         down = self.slots.down.reshape(ranks.shape[1], -1)
         return self.base.rows(which) + jnp.dot(ranks, down, preferred_element_type=jnp.float32)
 
     def begin(self, x: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, Pending | None]:
         """The product, and what adapters have yet to add to it."""
         slots, begin = self.slots, self.kernels.begin
-        pending = None if begin is None else begin(x, slots.down, slots.up, slots.fused, self.which)
+        pending = None if begin is None else begin(x, slots.down, slots.up, slots.fused, self.owners)
         return linear(x, self if pending is None else self.base, bias), pending
 
     def join(
-        self, around: jax.Array, x: jax.Array, bias: jax.Array | None, norm: Norm
+        self, around: jax.Array, x: jax.Array | Ranked, bias: jax.Array | None, norm: Norm
     ) -> tuple[jax.Array, jax.Array | None]:
         """`around` and the product; and that normed, if it was made on the way."""
         if self.kernels.join is None:
             return around + linear(x, self, bias), None
-        x, slots = x.reshape(len(x), -1), self.slots
-        return self.kernels.join(
-            around, linear(x, self.base, bias), x, slots.down, slots.up, self.which, norm
-        )
+        x, slots = merged(x), self.slots
+        out = linear(_unranked(x), self.base, bias)
+        return self.kernels.join(around, out, x, slots.down, slots.up, self.owners, norm)
 
-    def _added(
-        self, x: jax.Array, activation: Activation | None = None, bias: jax.Array | None = None
-    ) -> jax.Array:
-        slots, out = self.slots, linear(x, self.base, bias)
-        return self.kernels.add(out, x, slots.down, slots.up, slots.fused, self.which, activation)
+    def _added(self, x: Any, activation: Activation | None = None, bias: jax.Array | None = None) -> Any:
+        slots, out = self.slots, linear(_unranked(x), self.base, bias)
+        given = out, x, slots.down, slots.up, slots.fused, self.owners
+        return self.kernels.add(*given, activation, self.following)
+
+
+def _unranked(x: jax.Array | Ranked) -> jax.Array:
+    return x.x if isinstance(x, Ranked) else x
 
 
 def adapt(weights: Weights, slots: Slots, which: jax.Array, kernels: AdapterKernels) -> Weights:
     """`which` [T]: the slots of a step's tokens."""
+    num_slots = next(len(one.down) for one in slots.values())
+    owners = Owners(which, kernels.tiles and kernels.tiles(which, num_slots))
 
     def wrap(path: Any, node: Any) -> Any:
-        own = slots.get(jax.tree_util.keystr(path))
-        return node if own is None else Adapted(node, own, which, kernels)
+        name = jax.tree_util.keystr(path)
+        own, behind = slots.get(name), slots.get(name.replace(".gate_up", ".down"))
+        following = behind.down if name.endswith(".gate_up") and behind is not None else None
+        return node if own is None else Adapted(node, own, owners, kernels, following)
 
     # An adapter of the head is none of the embedding that it may be tied to.
     separate = replace(weights, head=weights.lm_head)

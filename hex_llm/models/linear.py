@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from hex_llm.kernels.experts import Activation
-from hex_llm.kernels.float8 import Rounded
 
 FEW_ROWS = range(2, 65)
 
@@ -29,8 +28,8 @@ class Matrix(Protocol):
 
     def gated(self, x: Any, activation: Activation, bias: jax.Array | None = None) -> Any:
         """Of gates and ups [F, 2, D]: x [T, D] -> [T, F], the activation of the gates times the ups; or
-        `Rounded`, if it was laid out for a matrix that multiplies that. x too may come rounded to one that is
-        multiplied so."""
+        float8.Rounded, if it was laid out for a matrix that multiplies that, or adapters.Ranked. x too may
+        come rounded to one that is multiplied so."""
 
     def rows(self, which: jax.Array) -> jax.Array:
         """Of one axis of outputs: [T] -> [T, *inputs]."""
@@ -78,10 +77,15 @@ class Dense:
         return self.array.reshape(-1, x.shape[1])
 
 
-def linear(x: jax.Array | Rounded, weight: Matrix, bias: jax.Array | None = None) -> jax.Array:
+def linear(x: Any, weight: Matrix, bias: jax.Array | None = None) -> jax.Array:
     """x [T, *inputs] times weight [*outputs, *inputs] -> [T, *outputs]."""
-    out = weight.matmul(x if isinstance(x, Rounded) else x.reshape(len(x), -1))
+    out = weight.matmul(merged(x))
     return out if bias is None else out + bias
+
+
+def merged(x: Any) -> Any:
+    """The axes of inputs; what one matrix made for another has them so."""
+    return x.reshape(len(x), -1) if isinstance(x, jax.Array) else x
 
 
 def _any_product(x: jax.Array, matrix: jax.Array) -> jax.Array:

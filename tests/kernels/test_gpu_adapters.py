@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels.adapters import Fused, Norm
-from hex_llm.kernels.gpu_adapters import FEW_ROWS, add_adapters, join_adapters
+from hex_llm.kernels import gpu_adapter_tiles
+from hex_llm.kernels.adapters import Fused, Norm, Owners
+from hex_llm.kernels.gpu_adapter_tiles import Tiling
+from hex_llm.kernels.gpu_adapters import FEW_ROWS, add_adapters, join_adapters, ranks_of_rows
 from hex_llm.kernels.gpu_launch import quick
 from hex_llm.models import decoder
 from hex_llm.models.adapters import add_by_all
@@ -57,14 +59,14 @@ def arrays(case: Case) -> tuple[Any, ...]:
     out, x = normal(num, *case.outputs), normal(num, case.num_inputs)
     down = normal(case.num_slots, case.fused.num_modules * case.num_ranks, case.num_inputs)
     up = normal(*case.outputs, case.num_slots, case.num_ranks)
-    return out, x, down, up, case.fused, jnp.asarray(case.which, jnp.int32)
+    return out, x, down, up, case.fused, Owners(jnp.asarray(case.which, jnp.int32))
 
 
 def both_forms(given: tuple[Any, ...], *activation: Any) -> tuple[jax.Array, jax.Array]:
     """The kernel's, and what is expected; compiled together."""
     *arrays, up, fused, which = given
 
-    def run(which: jax.Array, up: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(which: Owners, up: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         got = add_adapters(*arrays, slots_first(up), fused, which, *activation)
         return got, add_by_all(*arrays, up, fused, which, *activation)
 
@@ -82,7 +84,7 @@ def test_each_row_has_its_own(name: str) -> None:
     got, expected = both_forms(given)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     np.testing.assert_allclose(*(np.asarray(one, np.float32) for one in (got, expected)), atol=tolerance)
-    without = np.asarray(given[-1]) == 0
+    without = np.asarray(given[-1].which) == 0
     np.testing.assert_array_equal(np.asarray(got)[without], np.asarray(given[0])[without])
 
 
@@ -94,6 +96,33 @@ def test_gates(which: list[int], fused: Fused) -> None:
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("num_ranks", [16, 24])
+def test_gates_and_the_ranks_behind_them(num_ranks: int, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two stretches to a program, the last of which are not full."""
+    monkeypatch.setattr(gpu_adapter_tiles, "MIN_PROGRAMS", 1)
+    case = Case(PROMPTS, (700, 2), fused=Fused(1, (1,)), num_ranks=num_ranks, dtype=dtype)
+    out, x, down, up, fused, which = arrays(case)
+    following = arrays(Case(PROMPTS, (1,), 700, num_ranks=8, dtype=dtype))[2]
+    tiling = Tiling(64, 128, 2, 4, 2)
+
+    def run(which: Owners, *arrays: jax.Array) -> Any:
+        *given, up, following = arrays
+        made = add_adapters(*given, slots_first(up), fused, which, jax.nn.silu, following, second=tiling)
+        expected = add_by_all(*given, up, fused, which, jax.nn.silu)
+        return made, expected, ranks_of_rows(made.x, following, which)
+
+    made, expected, ranks = jax.jit(run)(which, out, x, down, up, following)
+    exact = dtype == jnp.float32
+    np.testing.assert_allclose(
+        *(np.asarray(one, np.float32) for one in (made.x, expected)), atol=1e-4 if exact else 0.2
+    )
+    assert made.ranks.shape == (1, len(PROMPTS), 8)
+    has_one = np.asarray(which.which) > 0
+    ours, theirs = (np.asarray(one, np.float32).sum(0)[has_one] for one in (made.ranks, ranks))
+    np.testing.assert_allclose(ours, theirs, atol=1e-3 if exact else 0.1)
+
+
 @pytest.mark.parametrize("which", [[0, 2, 1], DECODES, PROMPTS])
 @pytest.mark.parametrize("activation", [None, jax.nn.silu])
 def test_lowers_for_gpus(which: list[int], activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +130,10 @@ def test_lowers_for_gpus(which: list[int], activation: Any, monkeypatch: pytest.
     case = Case(which, (64, 2), 1024, 16, 16, Fused(1, (1,)), jnp.bfloat16)
     *matrices, up, fused, slots = arrays(case)
     matrices.append(slots_first(up))
-    text = lowered_for_gpus(lambda *given: add_adapters(*given, fused, slots, activation), *matrices)
+    following = jnp.ones((16, 16, 64), jnp.bfloat16)
+    text = lowered_for_gpus(
+        lambda *given: add_adapters(*given, fused, slots, activation, following), *matrices
+    )
     assert text.count("triton") >= 2
 
 

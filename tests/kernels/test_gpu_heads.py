@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hex_llm.kernels import gpu_heads, gpu_launch, reference
-from hex_llm.kernels.adapters import Fused
+from hex_llm.kernels.adapters import Fused, Owners
 from hex_llm.kernels.attention import KVPages, Projected
 from hex_llm.kernels.gpu_adapters import begin_adapters
 from hex_llm.kernels.gpu_heads import place_heads
@@ -125,7 +125,7 @@ def test_adapters_add_to_heads(fused: Fused) -> None:
             (KV_HEADS, 5, 80, 3, 6),
         )
     )
-    which = jnp.array([2, 0, 1, 3, 2], jnp.int32)
+    which = Owners(jnp.array([2, 0, 1, 3, 2], jnp.int32))
 
     def both(pages: KVPages, qkv: jax.Array, *given: jax.Array) -> Any:
         x, down, up = given
@@ -147,7 +147,7 @@ def test_adapters_of_prompts_lower_for_gpus(monkeypatch: pytest.MonkeyPatch) -> 
         return jnp.ones(shape, jnp.bfloat16)
 
     def run(qkv: jax.Array, x: jax.Array, down: jax.Array, up: jax.Array, which: jax.Array) -> Any:
-        heads = Projected(qkv, pending=begin_adapters(x, down, up, fused, which))
+        heads = Projected(qkv, pending=begin_adapters(x, down, up, fused, Owners(which)))
         return place_heads(heads, half(7, BLOCK, KV_HEADS, 2, 64), which)
 
     given = half(rows, KV_HEADS, 6, 64), half(rows, 512), half(3, 48, 512), half(3, KV_HEADS, 6, 64, 16)

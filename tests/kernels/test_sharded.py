@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from hex_llm.execution.programs import split_by_width
 from hex_llm.execution.weight_layouts import over_gpus
 from hex_llm.kernels import experts, gpu_experts, gpu_launch
+from hex_llm.kernels.adapters import Owners
 from hex_llm.kernels.experts import ExpertKernels, ExpertOptions
 from hex_llm.kernels.gpu_quantized import MAX_ROWS
 from hex_llm.kernels.sharded import ShardedMatrix
@@ -88,8 +89,10 @@ def test_adapters_add_to_it() -> None:
     part, x = quantized((24, 128), 1, INT8, 2, P(None, TP)), rows(4, 128)
     slots, which = SlotMatrices(rows(2, 128)[:, None], rows(24, 2)[..., None]), jnp.array([0, 1, 2, 1])
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), slots)
-    expected = Adapted(part, exact, which).matmul(x.astype(jnp.float32))
-    check(jax.jit(lambda held, x: Adapted(held, slots, which).matmul(x))(over_gpus(part), x), expected)
+    expected = Adapted(part, exact, Owners(which)).matmul(x.astype(jnp.float32))
+    check(
+        jax.jit(lambda held, x: Adapted(held, slots, Owners(which)).matmul(x))(over_gpus(part), x), expected
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hex_llm.kernels.adapters import Owners
 from hex_llm.models.adapters import Adapted, SlotMatrices, adaptable, module_names
 from hex_llm.models.families import model_spec
 from hex_llm.models.linear import Dense
@@ -29,7 +30,7 @@ def adapted(form: str, *outputs: int) -> Adapted:
 
     base: Any = Dense(normal(*outputs, WIDTH), len(outputs))
     slots = SlotMatrices(normal(NUM_SLOTS, RANKS, WIDTH), normal(*outputs, NUM_SLOTS, RANKS))
-    return Adapted(base if form == "dense" else quantize(base, Rounding(8, 16)), slots, WHICH)
+    return Adapted(base if form == "dense" else quantize(base, Rounding(8, 16)), slots, Owners(WHICH))
 
 
 def merged(matrix: Adapted, row: int) -> Any:
@@ -63,7 +64,7 @@ def test_who_has_none_gets_the_base_to_the_last_bit() -> None:
 
 def test_products_with_adapters_lower_for_gpus() -> None:
     matrix = jax.tree.map(lambda array: array.astype(jnp.bfloat16), adapted("dense", 6, 2))
-    matrix = Adapted(matrix.base, matrix.slots, WHICH)
+    matrix = Adapted(matrix.base, matrix.slots, Owners(WHICH))
     text = lowered_for_gpus(lambda m, x: m.gated(x, jax.nn.silu), matrix, jnp.zeros((7, WIDTH), jnp.bfloat16))
     assert text.count("dot_general") == 3, "the base, and the two of all slots"
 

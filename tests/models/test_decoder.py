@@ -16,7 +16,15 @@ from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.load import init_weights
 from hex_llm.execution.programs import write_adapter
 from hex_llm.execution.weight_plan import FORMS, plan_weights
-from hex_llm.kernels import experts, gpu, gpu_adapters, reference, tpu_experts
+from hex_llm.kernels import (
+    experts,
+    gpu,
+    gpu_adapter_tiles,
+    gpu_adapters,
+    gpu_heads,
+    reference,
+    tpu_experts,
+)
 from hex_llm.kernels.adapters import AdapterKernels
 from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages, Options, Projected
 from hex_llm.kernels.experts import ExpertKernels
@@ -127,9 +135,11 @@ def test_padding_that_is_no_number_reaches_nobody(name: str, monkeypatch: pytest
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("num_tokens", [NUM_TOKENS, 20])
+@pytest.mark.parametrize(("num_tokens", "few"), [(NUM_TOKENS, 256), (20, 256), (20, 19)])
 @pytest.mark.parametrize("name", ["llama3.1", pytest.param("gemma2-2b", marks=pytest.mark.slow)])
-def test_adapters_by_kernels(name: str, num_tokens: int) -> None:
+def test_adapters_by_kernels(name: str, num_tokens: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gpu_adapter_tiles, gpu_adapters, gpu_heads):
+        monkeypatch.setattr(module, "FEW_ROWS", few)
     spec, mesh = spec_of(name), make_mesh(1)
     weights = init_weights(plan_weights(spec), spec, mesh, np.dtype(np.float32), seed=0)
     rng = np.random.default_rng(0)
