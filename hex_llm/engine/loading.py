@@ -31,7 +31,7 @@ from hex_llm.execution.messages import Joining, Loaded
 from hex_llm.execution.moving import Post
 from hex_llm.execution.runner import Runner, keep_compiled
 from hex_llm.execution.weight_plan import EXPANDED, FORMS, WeightPlan, plan_weights, quantized_bytes
-from hex_llm.kernels.gpu_float8 import MIN_FLOAT8
+from hex_llm.kernels.gpu_float8 import can_round
 from hex_llm.models.families import model_spec
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import ModelSpec
@@ -198,7 +198,7 @@ def build_runner(
     platform = str(devices[0].platform)
     dtype = resolve_dtype(config.dtype, platform)
     choice = Devices.of(config, platform, len(devices), dtype)
-    if choice.kv_dtype == FLOAT8 and platform == "gpu" and float(devices[0].compute_capability) < MIN_FLOAT8:
+    if choice.kv_dtype == FLOAT8 and platform == "gpu" and not can_round():
         kind = devices[0].device_kind
         raise ConfigError(f"--kv_cache_dtype={config.kv_cache_dtype}: {kind} has no floats of 8 bits")
     held, kernels, checkpoint, plan = plan_model(config, files, spec, choice)

@@ -21,6 +21,7 @@ from hex_llm.kernels import (
     gpu,
     gpu_adapters,
     gpu_experts,
+    gpu_launch,
     gpu_quantized,
     gpu_routing,
     reference,
@@ -33,7 +34,7 @@ from hex_llm.kernels.attention import LARGEST, AttentionKernels, Batch, KVPages,
 from hex_llm.kernels.codes import E2M1_GROUP
 from hex_llm.kernels.cpu_quantized import block_of
 from hex_llm.kernels.experts import ExpertKernels
-from hex_llm.kernels.gpu_launch import MIN_DOT
+from hex_llm.kernels.gpu_launch import MIN_CAPABILITY, MIN_DOT
 from hex_llm.models.adapters import add_by_all
 from hex_llm.models.params import Weights
 from hex_llm.models.spec import Heads, ModelSpec
@@ -71,6 +72,8 @@ class Devices(NamedTuple):
     def of(cls, config: EngineConfig, platform: str, num: int, dtype: np.dtype[Any]) -> Devices:
         """For activations in this type."""
         asked = config.kv_cache_dtype
+        if platform == "gpu" and gpu_launch.capability() < MIN_CAPABILITY:
+            platform = "older gpu"  # which XLA alone has a compiler for
         kv_dtype = dtype if asked == "auto" else np.dtype(KV_DTYPES[asked])
         return cls(platform, num, config.block_size, dtype, kv_dtype)
 
@@ -114,11 +117,11 @@ def page_shapes(spec: ModelSpec, devices: Devices, num_blocks: int) -> list[tupl
 
 
 def _can_multiply(form: Form, routed: bool, spec: ModelSpec, devices: Devices) -> bool:
-    """CPUs expand what they multiply; accelerators would be slower for it than with floats."""
+    """Others expand what they multiply; GPUs and TPUs would be slower for it than with floats."""
     if devices.platform == "tpu":
         fits = not routed or tpu_quantized_experts.can_multiply(form.group)
         return devices.dtype == jnp.bfloat16 and fits
-    if devices.platform == "cpu":
+    if devices.platform != "gpu":
         return True
     if not form.group and not routed:
         return devices.dtype != np.float32

@@ -61,10 +61,10 @@ def _each_layer(weights: Weights, change_part: Change, change_table: Change | No
 # ---- GPUs
 
 
-def for_gpus(weights: Weights, is_alone: bool, can_gate: bool) -> Weights:
+def for_gpus(weights: Weights, is_alone: bool, can_gate: bool, hold: Change | None = None) -> Weights:
     """On a GPU that is alone, what no norm gives to a Float8 is rounded by our own kernels, if it has floats
-    of 8 bits; where they `can_gate`, it is made of gates and ups on the way."""
-    weights = _each_layer(weights, _for_gpus)
+    of 8 bits; where they `can_gate`, it is made of gates and ups on the way. `hold`: instead of over_gpus."""
+    weights = _each_layer(weights, partial(_for_gpus, hold=hold or over_gpus))
     if is_alone and gpu_float8.can_round():
         for i, layer in enumerate(weights.layers):
             weights.layers[i] = replace(
@@ -73,15 +73,15 @@ def for_gpus(weights: Weights, is_alone: bool, can_gate: bool) -> Weights:
     return weights
 
 
-def _for_gpus(part: Any) -> Any:
+def _for_gpus(part: Any, hold: Change) -> Any:
     if isinstance(part, FeedForward):
-        shared = jax.tree.map(_for_gpus, part.shared, is_leaf=_is_matrix)
+        shared = jax.tree.map(partial(_for_gpus, hold=hold), part.shared, is_leaf=_is_matrix)
         part = _in_whole_groups(part) if _has_cut_groups(part.down) else part
-        return replace(part, gate_up=over_gpus(part.gate_up), down=over_gpus(part.down), shared=shared)
+        return replace(part, gate_up=hold(part.gate_up), down=hold(part.down), shared=shared)
     if isinstance(part, Quantized) and part.is_whole:
         outputs = part.codes.shape[: part.num_outputs]
         return Float8(part.codes, part.scales.reshape(*outputs, -1)[..., 0])
-    return over_gpus(part)
+    return hold(part)
 
 
 def over_gpus(part: Any) -> Any:

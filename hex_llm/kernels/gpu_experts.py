@@ -22,13 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.experts import ExpertOptions, combined
-from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power, read_tile
+from hex_llm.kernels.gpu_launch import dot, index_grid, is_large, launched, next_power, read_tile
 from hex_llm.kernels.gpu_quantized import (
     SLAB,
     TOGETHER,
     QuantizedWords,
     inputs_of,
     made_up,
+    max_tile,
     read_scales,
     read_words,
     weights_of,
@@ -152,7 +153,8 @@ def _rows(chosen: Array, weight: Array | QuantizedWords) -> int:
     """Half as many again as an expert has on average: of most experts one block, so that their weights are
     read once."""
     num_experts = _outputs(weight)[0]
-    return min(max(next_power(pl.cdiv(3 * chosen.size, 2 * num_experts)), MIN_ROWS), MAX_ROWS)
+    most = max_tile() if isinstance(weight, QuantizedWords) else MAX_ROWS
+    return min(max(next_power(pl.cdiv(3 * chosen.size, 2 * num_experts)), MIN_ROWS), most)
 
 
 def multiply(
@@ -175,7 +177,8 @@ def multiply(
     dots = _dots if words is None else partial(_dots_of_words, matrix=words)
     kernel = partial(_multiply_kernel, product=product, dots=dots)
     arrays = weight if words is None else (words.words, words.scales)
-    return launched(kernel, grid, out, tiling.warps, tiling.stages)(*blocks, scores, x, arrays, bias)
+    stages = tiling.stages if tiling.rows < MAX_ROWS or is_large() else 3
+    return launched(kernel, grid, out, tiling.warps, stages)(*blocks, scores, x, arrays, bias)
 
 
 def _multiply_kernel(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -16,6 +17,13 @@ from hex_llm.kernels.experts import Activation
 
 LOG2_E = math.log2(math.e)
 MIN_DOT = 16  # the least side of a matrix product
+MIN_CAPABILITY = 8.0  # which Triton has a compiler for
+HOPPER = 9.0  # what kernels were measured on
+# Bytes that the warps of a program can share, by compute capability (CUDA's programming guide).
+SHARED = {8.0: 166_912, 8.7: 166_912, 9.0: 232_448, 10.0: 232_448, 10.3: 232_448}
+LEAST_SHARED = 101_376  # all others since 8.0: L4, A10, RTX
+
+_made_for: float | None = None  # a compute capability
 
 
 def launched(
@@ -37,8 +45,35 @@ def launched(
     )
 
 
+@contextmanager
+def made_for(wanted: float) -> Iterator[None]:
+    """Kernels are made for GPUs of this compute capability, whatever there is here."""
+    global _made_for
+    before, _made_for = _made_for, wanted
+    try:
+        yield
+    finally:
+        _made_for = before
+
+
 def interpreted() -> bool:
-    return jax.default_backend() == "cpu"
+    return _made_for is None and jax.default_backend() == "cpu"
+
+
+def capability() -> float:
+    if _made_for is not None:
+        return _made_for
+    return HOPPER if interpreted() else float(jax.local_devices()[0].compute_capability)
+
+
+def shared_bytes() -> int:
+    return SHARED.get(capability(), LEAST_SHARED)
+
+
+def is_large() -> bool:
+    """Whether a program has as much to share, and multiplies from there, as tilings were measured with; for
+    others they are smaller."""
+    return shared_bytes() >= SHARED[HOPPER]
 
 
 def next_power(n: int) -> int:

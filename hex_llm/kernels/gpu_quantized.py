@@ -36,13 +36,13 @@ from hex_llm.kernels.gpu_codes import (
     twice,
     whole_numbers,
 )
-from hex_llm.kernels.gpu_launch import dot, index_grid, launched, next_power, read_tile
+from hex_llm.kernels.gpu_launch import dot, index_grid, is_large, launched, next_power, read_tile
 
 SLAB = 32  # inputs that one shift gives
 TILE = 64  # outputs whose words lie together
 WORD = 16  # bits
 MAX_ROWS = 256  # of the kernel; more are multiplied by XLA sooner, although it must expand the matrix
-MIN_TILE, MAX_TILE = 16, 128  # rows of a program
+MIN_TILE = 16  # rows of a program
 COLUMNS = 128  # of a program
 WARPS, STAGES = 4, 3
 TOGETHER = 2  # slabs of a product; a row that is alone goes faster through one at a time
@@ -205,8 +205,13 @@ class Tiling:
     splits: int  # programs that share the inputs of a tile
 
 
+def max_tile() -> int:
+    """Rows of a program. GPUs that multiply from registers have too few of these for more."""
+    return 128 if is_large() else 64
+
+
 def tiling_for(num_rows: int, num_outputs: int, num_blocks: int) -> Tiling:
-    rows = min(max(next_power(num_rows), MIN_TILE), MAX_TILE)
+    rows = min(max(next_power(num_rows), MIN_TILE), max_tile())
     wanted = 512 if rows <= 16 else 224 if rows <= 64 else 192
     tiles = pl.cdiv(num_outputs, COLUMNS) * pl.cdiv(num_rows, rows)
     splits = min(next_power(pl.cdiv(wanted, tiles)), next_power(num_blocks + 1) // 2)

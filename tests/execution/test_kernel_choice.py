@@ -12,9 +12,11 @@ from hex_llm.config import EngineConfig
 from hex_llm.execution.kernel_choice import Devices, choose_kernels, page_shapes
 from hex_llm.execution.memory import token_bytes
 from hex_llm.execution.programs import put_blocks, take_blocks
-from hex_llm.kernels import gpu, reference, tpu
+from hex_llm.execution.weight_plan import FORMS
+from hex_llm.kernels import experts, gpu, gpu_launch, reference, tpu
 from hex_llm.kernels.attention import QuantizedPages
 from hex_llm.kernels.tpu_pages import PairedPages
+from hex_llm.models.adapters import add_by_all
 from hex_llm.models.families import model_spec
 from tests.tiny import BASE, GEMMA4
 
@@ -74,3 +76,23 @@ def test_the_reference_attends_where_the_tpus_kernel_does_not(caplog: pytest.Log
     assert kernels.attention.attend is reference.paged_attention
     assert isinstance(kernels.empty_pages((5, 16, 2, 2, 64), devices.kv_dtype), QuantizedPages)
     assert "heads of 64 and 512 in float32 and pages in int8: a slower one is used" in caplog.text
+
+
+def test_older_gpus_have_what_xla_makes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of T4 and before: Triton has no compiler for them."""
+    monkeypatch.setattr(gpu_launch, "capability", lambda: 7.5)
+    config = {
+        **CONFIG,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 8,
+    }
+    kernels = choose_kernels(model_spec(config), Devices.of(EngineConfig(), "gpu", 1, BF16))
+    assert kernels.attention.attend is reference.paged_attention
+    assert kernels.experts.run is experts.dense
+    assert kernels.adapter_kernels.add is add_by_all
+    assert kernels.can_multiply(FORMS["int8"], False), "expanded where it is multiplied"
+    assert "no attention kernel" in caplog.text

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hex_llm.execution.weight_layouts import in_words
-from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, gpu_launch, tpu_experts
+from hex_llm.kernels import cpu, cpu_experts, experts, gpu_experts, tpu_experts
 from hex_llm.kernels.experts import ExpertOptions, RoutedExperts
 from hex_llm.kernels.gpu_experts import Tiling
 from hex_llm.kernels.gpu_quantized import QuantizedWords
@@ -219,11 +219,10 @@ def test_what_the_kernel_is_for() -> None:
         (300, jnp.bfloat16, ExpertOptions(ACTIVATIONS["quick_gelu"], scale_input=False, limit=7.0)),
     ],
 )
-def test_lowers_for_gpus(num_tokens: int, dtype: Any, options: ExpertOptions, monkeypatch: Any) -> None:
+def test_lowers_for_gpus(num_tokens: int, dtype: Any, options: ExpertOptions) -> None:
     """As far as that goes without a GPU: to Triton's own language."""
     if jax.default_backend() != "cpu":
         pytest.skip("it runs here")
-    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
     *given, gate_up, down = arguments([(i % 5, (i + 1) % 5) for i in range(num_tokens)], dtype, 64, 96)
     function = partial(gpu_experts.fused_moe, options=options._replace(bias=biases(options, 64)))
     assert lowered_for_gpus(function, *given, gate_up, down).count("triton") >= 2

@@ -160,6 +160,13 @@ def test_large_heads() -> None:
     check(ragged([40, 70], [(30, 20)], head_dim=256, dtype=jnp.bfloat16), Mask())
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_as_it_is_cut_for_smaller_gpus(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_launch, "capability", lambda: 8.9)
+    arguments = ragged([300, 0, 70], [(150, 9), (20, 70)], head_dim=head_dim, dtype=jnp.bfloat16)
+    check(arguments, Mask(window=140))
+
+
 def test_only_prefills_with_padding_that_claims_to_be_of_the_first() -> None:
     check(ragged([], [(20, 30), (0, 5)], num_padding=82), Mask())
 
@@ -226,13 +233,10 @@ def test_work_items(is_exact: bool) -> None:
 @pytest.mark.parametrize("kv_dtype", [None, jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.slow), 30.0])
-def test_lowers_for_gpus(
-    dtype: Any, softcap: float | None, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lowers_for_gpus(dtype: Any, softcap: float | None, kv_dtype: Any) -> None:
     """As far as that goes without a GPU: to Triton's own language."""
     if jax.default_backend() != "cpu":
         pytest.skip("it runs here")
-    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
     arguments = ragged(DECODES, CHUNKS, dtype=dtype, kv_dtype=kv_dtype, group=3, head_dim=96, num_padding=2)
 
     def attend(*arguments: Any) -> Any:

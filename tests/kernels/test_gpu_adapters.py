@@ -125,8 +125,7 @@ def test_gates_and_the_ranks_behind_them(num_ranks: int, dtype: Any, monkeypatch
 
 @pytest.mark.parametrize("which", [[0, 2, 1], DECODES, PROMPTS])
 @pytest.mark.parametrize("activation", [None, jax.nn.silu])
-def test_lowers_for_gpus(which: list[int], activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hex_llm.kernels.gpu_launch.interpreted", lambda: False)
+def test_lowers_for_gpus(which: list[int], activation: Any) -> None:
     case = Case(which, (64, 2), 1024, 16, 16, Fused(1, (1,)), jnp.bfloat16)
     *matrices, up, fused, slots = arrays(case)
     matrices.append(slots_first(up))
@@ -157,8 +156,7 @@ def test_joined_to_what_goes_around(which: list[int], width: int) -> None:
         np.testing.assert_allclose(normed, expected[1], atol=1e-4)
 
 
-def test_joining_lowers_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hex_llm.kernels.gpu_launch.interpreted", lambda: False)
+def test_joining_lowers_for_gpus() -> None:
     out, x, down, up, _, slots = arrays(Case(DECODES, (96,), 1024, 16, 16, dtype=jnp.bfloat16))
     norm = Norm(out[0], 1e-5, 0.0)
     given = (out, x, down, slots_first(up))

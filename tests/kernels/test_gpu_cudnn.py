@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from hex_llm.kernels import gpu, gpu_cudnn, gpu_launch, reference
+from hex_llm.kernels import gpu, gpu_cudnn, reference
 from hex_llm.kernels.attention import Mask, Options
 from hex_llm.kernels.gpu_kernel import Tiling
 from tests.kernels.lowering import lowered_for_gpus
@@ -153,7 +153,6 @@ def test_lowers_for_gpus(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(gpu_cudnn, "can_attend", lambda *_: True)
-    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
     monkeypatch.setattr(gpu, "MIN_CUDNN_ROWS", 1)
     arguments = ragged(
         [9], [(64, 40)] * num_seqs, dtype=jnp.bfloat16, group=4, head_dim=64, max_chunks=num_seqs

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels import gpu_heads, gpu_launch, reference
+from hex_llm.kernels import gpu_heads, reference
 from hex_llm.kernels.adapters import Fused, Owners
 from hex_llm.kernels.attention import KVPages, Projected
 from hex_llm.kernels.gpu_adapters import begin_adapters
@@ -97,7 +97,6 @@ def test_heads_are_made_and_written(form: str, group: int, head_dim: int, dtype:
 
 @pytest.mark.parametrize("few", [256, NUM_TOKENS - 1])
 def test_lowers_for_gpus(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
     monkeypatch.setattr(gpu_heads, "FEW_ROWS", few)
     for kv_dtype in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
         pages = as_pages(jnp.ones((7, BLOCK, KV_HEADS, 2, 96), jnp.bfloat16), np.dtype(kv_dtype))
@@ -139,8 +138,7 @@ def test_adapters_add_to_heads(fused: Fused) -> None:
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
-def test_adapters_of_prompts_lower_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
+def test_adapters_of_prompts_lower_for_gpus() -> None:
     rows, fused = 300, Fused(1, (4, 5))
 
     def half(*shape: int) -> jax.Array:

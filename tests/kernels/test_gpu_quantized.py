@@ -147,8 +147,7 @@ def test_tilings_have_work_for_every_split(num_rows: int, shape: tuple[int, int]
 @pytest.mark.parametrize("num_rows", [1, 64])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["awq", "q8_0"])
-def test_lowers_for_gpus(name: str, dtype: Any, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hex_llm.kernels.gpu_launch.interpreted", lambda: False)
+def test_lowers_for_gpus(name: str, dtype: Any, num_rows: int) -> None:
     matrix, _ = made(CASES[name])
     text = lowered_for_gpus(lambda x: matrix.matmul(x), rows(num_rows, 256, dtype))
     kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"

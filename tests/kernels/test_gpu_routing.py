@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hex_llm.kernels import experts, gpu_launch, gpu_routing
+from hex_llm.kernels import experts, gpu_routing
 from hex_llm.kernels.experts import Choice
 from hex_llm.kernels.gpu_routing import blocks_of
 from tests.kernels.lowering import lowered_for_gpus
@@ -72,8 +72,7 @@ def test_blocks_are_of_one_expert_each(num_tokens: int, num_experts: int, rows: 
         assert (got if num_tokens > 1 else sorted(got)) == wanted
 
 
-def test_lowers_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
+def test_lowers_for_gpus() -> None:
     for name, choice in CHOICES.items():
         logits = logits_of(5, NUM_EXPERTS[name])
         text = lowered_for_gpus(partial(gpu_routing.choose, choice=choice), logits, logits[0])

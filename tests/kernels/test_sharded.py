@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from hex_llm.execution.programs import split_by_width
 from hex_llm.execution.weight_layouts import over_gpus
-from hex_llm.kernels import experts, gpu_experts, gpu_launch
+from hex_llm.kernels import experts, gpu_experts
 from hex_llm.kernels.adapters import Owners
 from hex_llm.kernels.experts import ExpertKernels, ExpertOptions
 from hex_llm.kernels.gpu_quantized import MAX_ROWS
@@ -123,9 +123,8 @@ def test_experts(to: Rounding, devices: int) -> None:
 
 
 @pytest.mark.parametrize("spec", [P(TP), P(None, TP)])
-def test_lowers_for_gpus(spec: P, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowers_for_gpus(spec: P) -> None:
     """To a kernel for a device's part, and, where inputs are split, one sum."""
-    monkeypatch.setattr(gpu_launch, "interpreted", lambda: False)
     held = over_gpus(quantized((128, 128), 1, INT4, 2, spec))
     gpus = AbstractMesh(
         (2,), (TP,), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")
