@@ -84,6 +84,8 @@ def _known() -> dict[str, Model]:
         **{f"llama-8b in {form}": Model(llama, form) for form in ("awq", "int8", "fp8")},
         "llama-8b, pages of int8": Model(llama, kv_dtype="int8"),
         "llama-8b, adapters": Model(llama, adapted=True),
+        "llama-8b in float16": Model(llama, dtype="float16"),
+        "llama-8b in float16, pages of fp8": Model(llama, kv_dtype="fp8", dtype="float16"),
         "llama-8b in float32": Model(llama, dtype="float32"),
         "heads of 64": Model(few_heads),
         "heads of 96": Model(many_kv_heads),
@@ -96,6 +98,7 @@ def _known() -> dict[str, Model]:
         "qwen3-30b-a3b in awq": Model(SHAPES["qwen3-30b-a3b"], "awq"),
         "mixtral-8x7b": Model(MIXTRAL_8X7B),
         "mixtral-8x7b in awq": Model(MIXTRAL_8X7B, "awq"),
+        "mixtral-8x7b in awq, float16": Model(MIXTRAL_8X7B, "awq", dtype="float16"),
         "gpt-oss-20b": Model(gpt_oss),
         "gpt-oss-20b in mxfp4": Model(gpt_oss, "mxfp4"),
     }
@@ -246,7 +249,7 @@ def _kernels(names: list[str], capability: float) -> dict[Kernel, list[str]]:
     found: dict[Kernel, list[str]] = {}
     for name in names:
         model = MODELS[name]
-        if model.quantized == "fp8" and capability < CAPABILITIES["L4"]:
+        if "fp8" in (model.quantized, model.kv_dtype) and capability < CAPABILITIES["L4"]:
             continue
         for shape in STEPS:
             for kernel in kernels_of_step(model, shape, capability):

@@ -22,7 +22,7 @@ from hex_llm.kernels import gpu_cudnn
 from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Options, Projected, as_held, first_key
 from hex_llm.kernels.gpu_heads import place_heads, write_kv
 from hex_llm.kernels.gpu_kernel import LAST, Begun, Cache, Tiling, WorkItem, attend
-from hex_llm.kernels.gpu_launch import MIN_DOT, is_large, next_power
+from hex_llm.kernels.gpu_launch import DTYPES, MIN_DOT, is_large, next_power
 
 MAX_GROUP = 64  # query heads per KV head
 MAX_HEAD_DIM = 256
@@ -32,14 +32,14 @@ MIN_CUDNN_ROWS = 6144  # fewer rows: our own kernel is as fast, and sooner compi
 def can_attend(group: int, head_dim: int, dtype: Any) -> bool:
     """Whether the kernels here are for models like this; `dtype` is that of queries; pages have any. What
     they are not for, the reference does."""
-    dtype_fits = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-    return dtype_fits and group <= MAX_GROUP and head_dim % 8 == 0 and MIN_DOT <= head_dim <= MAX_HEAD_DIM
+    dim_fits = head_dim % 8 == 0 and MIN_DOT <= head_dim <= MAX_HEAD_DIM
+    return jnp.dtype(dtype) in DTYPES and group <= MAX_GROUP and dim_fits
 
 
 def paged_attention(
     q: Array, k: Array, v: Array, pages: KVPages, batch: Batch, options: Options
 ) -> tuple[Array, KVPages]:
-    """See kernels.attention.PagedAttention. bfloat16 products round their weights to bfloat16; float32 ones
+    """See kernels.attention.PagedAttention. Products of 16 bits round their weights to them; of float32 they
     are exact, and there a row's result does not depend on the others of the batch."""
     pages, semaphores = write_kv(k, v, pages, batch.kv_slots)
     return _attend(q, (k, v), Cache(pages, batch.tables, semaphores), batch, options), pages

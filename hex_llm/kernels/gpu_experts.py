@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.experts import ExpertOptions, combined
-from hex_llm.kernels.gpu_launch import dot, index_grid, is_large, launched, next_power, read_tile
+from hex_llm.kernels.gpu_launch import DTYPES, dot, index_grid, is_large, launched, next_power, read_tile
 from hex_llm.kernels.gpu_quantized import (
     SLAB,
     TOGETHER,
@@ -66,9 +66,8 @@ class Product:
 
 def can_fuse(activation: str, dtype: Any) -> bool:
     """Whether the kernel is for models like this. What it is not for, `experts.dense` does."""
-    dtype_fits = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
     # Triton has no word for the other gelu.
-    return dtype_fits and activation in ("silu", "gelu_tanh", "quick_gelu")
+    return jnp.dtype(dtype) in DTYPES and activation in ("silu", "gelu_tanh", "quick_gelu")
 
 
 def fused_moe(

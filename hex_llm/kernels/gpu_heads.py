@@ -110,8 +110,7 @@ def place_heads(
     aliases = {first + i: i for i in range(len(arrays))}
     settings: Any = {"eps": heads.eps, "offset": heads.offset, "write": write, "starts": starts}
     kernel = partial(_token_kernel if is_few else _tile_kernel, **settings)
-    num_tiles = pl.cdiv(num_rows, TILE_ROWS) if pending is None else len(jax.tree.leaves(pending[2])[0])
-    grid = num_kv_heads, num_rows if is_few else num_tiles  # in the order of memory
+    grid = num_kv_heads, num_rows if is_few else _num_tiles(num_rows, pending)  # in the order of memory
     q, kv = made(num_heads - 2) if num_heads > 2 else None, [made(), made()] if keep else None
     outputs = Outputs(arrays, semaphores, q, kv)
     warps = WARPS if is_few else TILE_WARPS
@@ -129,6 +128,14 @@ def _pending_of(heads: Projected, is_few: bool) -> tuple[Any, tuple[int, ...]]:
     ranks, up, (_, starts), owners = heads.pending
     whose = owners.which if is_few else tiles_for(owners, len(up), TILE_ROWS)
     return (ranks, up.reshape(len(up), -1, up.shape[-1]), whose), starts
+
+
+def _num_tiles(num_rows: int, pending: Any) -> int:
+    """Of prompts."""
+    if pending is None:
+        return pl.cdiv(num_rows, TILE_ROWS)
+    _, _, tiles = pending
+    return len(tiles.slots)
 
 
 # ---- token by token

@@ -312,10 +312,11 @@ def _read(program: Program, slot: Array, there: Any, dtype: Any, nth: int) -> tu
 
 def _codes(words: Array, j: int, code_dtype: Any, dtype: Any) -> Array:
     """The low or high codes of words."""
-    if gpu_launch.interpreted() or dtype == jnp.float32:
+    is_whole = code_dtype == jnp.int8
+    in_assembly = dtype == jnp.bfloat16 or (is_whole and dtype == jnp.float16)
+    if gpu_launch.interpreted() or not in_assembly:
         code = (words.astype(jnp.int32) >> BYTE * j).astype(jnp.uint8)
         return lax.bitcast_convert_type(code, code_dtype).astype(dtype)
-    is_whole = code_dtype == jnp.int8
     body = gpu_codes.whole_numbers(j, BYTE, dtype) if is_whole else gpu_codes.floats(j)
     return gpu_codes.assembled(f"{body} mov.b32 $0, f;", dtype, words)
 

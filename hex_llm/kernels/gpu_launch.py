@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.experts import Activation
 
+DTYPES = [jnp.dtype(kind) for kind in (jnp.bfloat16, jnp.float16, jnp.float32)]  # of activations
 LOG2_E = math.log2(math.e)
 MIN_DOT = 16  # the least side of a matrix product
 MIN_CAPABILITY = 8.0  # which Triton has a compiler for

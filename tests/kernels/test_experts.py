@@ -139,12 +139,20 @@ def test_tokens_visit_the_experts_that_they_chose(form: str, spread: str, option
     np.testing.assert_allclose(out, expected(given, options), atol=3e-6)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 40, 300])
-def test_bfloat16_on_gpus(num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype"),
+    [
+        (1, jnp.bfloat16),
+        (40, jnp.float16),
+        (300, jnp.bfloat16),
+        pytest.param(300, jnp.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_16_bits_on_gpus(num_tokens: int, dtype: Any) -> None:
     """As many tokens as lead to each kind of tiling."""
     rng = np.random.default_rng(1)
     spread = [tuple(rng.permutation(5)[:2]) for _ in range(num_tokens)]
-    given = arguments(spread, jnp.bfloat16, width=136, inputs=152)
+    given = arguments(spread, dtype, width=136, inputs=152)
     exact = expected(given)
     error = np.linalg.norm(run(gpu_experts.fused_moe, given) - exact) / np.linalg.norm(exact)
     assert error < 4e-3  # what goes on and what comes out are rounded once each
@@ -208,7 +216,7 @@ def test_what_the_kernel_is_for() -> None:
     assert gpu_experts.can_fuse("silu", jnp.bfloat16)
     assert gpu_experts.can_fuse("gelu_tanh", jnp.float32)
     assert not gpu_experts.can_fuse("gelu", jnp.bfloat16)
-    assert not gpu_experts.can_fuse("silu", jnp.float16)
+    assert not gpu_experts.can_fuse("silu", jnp.float64)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def check(
         (Mask(window=5), 1.5, 1, 96, 8, jnp.float32),
         pytest.param(Mask(window=100), None, 7, 64, 32, jnp.bfloat16, marks=pytest.mark.slow),
         (Mask(attention_chunk=48), None, 32, 16, 512, jnp.float32),
+        (Mask(window=100), 1.5, 2, 64, 32, jnp.float16),
         pytest.param(Mask(), 1.5, 2, 16, 2048, jnp.bfloat16, marks=pytest.mark.slow),
     ],
 )
@@ -140,6 +141,7 @@ def test_several_splits(decodes: list[int], chunks: list[tuple[int, int]], dtype
         pytest.param(Mask(), None, 4, 64, 512, jnp.bfloat16, jnp.int8, marks=pytest.mark.slow),
         pytest.param(Mask(), None, 1, 16, 32, jnp.bfloat16, jnp.float16, marks=pytest.mark.slow),
         pytest.param(Mask(), 1.5, 2, 16, 8, jnp.float32, jnp.float8_e4m3fn, marks=pytest.mark.slow),
+        pytest.param(Mask(), None, 2, 64, 16, jnp.float16, jnp.float8_e4m3fn, marks=pytest.mark.slow),
     ],
 )
 def test_pages_of_other_types(
