@@ -6,9 +6,10 @@ import pytest
 
 from hex_llm.execution.batch import StepShape
 from hex_llm.kernels import gpu_launch
-from tools.gpu_kernels import CAPABILITIES, MODELS, STEPS, kernels_of_step, needs_of
+from tools.gpu_kernels import kernels_of_step, needs_of
+from tools.gpu_models import GPUS, MODELS, STEPS
 
-L4 = CAPABILITIES["L4"]
+L4, H100 = GPUS["L4"], GPUS["H100"]
 FEW = ("llama-8b", [StepShape(1, 1, 0), StepShape(512, 64, 4)])
 
 
@@ -19,12 +20,12 @@ def test_steps_fit_into_small_gpus(name: str, steps: list[StepShape]) -> None:
     found = {kernel for shape in steps for kernel in kernels_of_step(MODELS[name], shape, L4)}
     assert len(found) >= 2 * len(steps)
     for kernel in found:
-        assert needs_of(kernel, L4).shared <= gpu_launch.LEAST_SHARED, kernel.name
+        assert needs_of(kernel, L4.capability).shared <= gpu_launch.LEAST_SHARED, kernel.name
 
 
 def test_what_was_measured_with_needs_a_large_gpu() -> None:
     """Or there would be no need for others."""
     [step] = FEW[1][:1]
-    found = kernels_of_step(MODELS["llama-8b"], step, gpu_launch.HOPPER)
-    shared = [needs_of(kernel, L4).shared for kernel in found if "attend" in kernel.name]
+    found = kernels_of_step(MODELS["llama-8b"], step, H100)
+    shared = [needs_of(kernel, L4.capability).shared for kernel in found if "attend" in kernel.name]
     assert max(shared) > gpu_launch.LEAST_SHARED

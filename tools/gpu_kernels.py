@@ -1,9 +1,9 @@
 """Compiles the Pallas-Triton kernels of known models' steps for GPUs, without a GPU, and says what they need.
 
-    python -m tools.gpu_kernels [--gpus L4,A100] [--models llama-8b,...] [--all]
+    python -m tools.gpu_kernels [--gpus L4,A100,...] [--models "llama-8b;..."] [--all]
 
-Weights and pages are only described. The compiler is that of the `triton` package; XLA has one of another
-version: in registers they may differ, in what a program shares between its warps two versions did not.
+The compiler is that of the `triton` package. XLA's is of another version: in registers they may differ; in
+what a program shares between its warps they did not. tools/gpu_compile.py has XLA's, which takes gigabytes.
 """
 
 from __future__ import annotations
@@ -16,42 +16,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
-from hex_llm.execution import programs
-from hex_llm.execution.adapters import AdapterLayout
-from hex_llm.execution.batch import StepShape, num_choices
-from hex_llm.execution.kernel_choice import DTYPES, KV_DTYPES, Devices, choose_kernels, page_shapes
-from hex_llm.execution.slots import SlotLayout
-from hex_llm.execution.weight_layouts import for_gpus, in_words
-from hex_llm.execution.weight_plan import FORMS, plan_weights
-from hex_llm.kernels import gpu_experts, gpu_launch
-from hex_llm.models.families import model_spec
-from hex_llm.models.linear import Dense
-from hex_llm.models.params import Param, Weights
-from hex_llm.models.quantized import Quantized, quantize
-from hex_llm.models.spec import ModelSpec
-from hex_llm.parallel.shardings import make_mesh
-from hex_llm.weights.grouped import Form
-from tools.gpu_common import SHAPES
-from tools.tpu_models import AWQ, GEMMA_2_9B, GEMMA_3_27B, MIXTRAL_8X7B
-
-CAPABILITIES = {"A100": 8.0, "A10": 8.6, "L4": 8.9, "H100": 9.0}
-QUANTIZED = {"awq": AWQ, "mxfp4": Form(4, group=32, is_float=True), **FORMS}
-BLOCK, MAX_LEN, MOST, NUM_BLOCKS = 32, 8192, 512, 1001
-ADAPTERS = (16, 16)  # slots, and ranks of each
-STEPS = [StepShape(n, n, 0) for n in (1, 8, 16, 64, 128, 256, 512)]
-STEPS += [StepShape(64, 16, 2), StepShape(512, 64, 4), StepShape(2048, 64, 4), StepShape(8192, 64, 8)]
+from hex_llm.execution.batch import StepShape
+from hex_llm.kernels import gpu_launch
+from tools.gpu_models import GPUS, MODELS, STEPS, Gpu, Model, can_have, step_of
 
 
 class Kernel(NamedTuple):
@@ -67,57 +43,12 @@ class Needs(NamedTuple):
     spilled: int  # bytes of a thread that registers have no room for
 
 
-class Model(NamedTuple):
-    config: dict[str, Any]
-    quantized: str | None = None
-    kv_dtype: str = "auto"
-    adapted: bool = False
-    dtype: str = "bfloat16"
-
-
-def _known() -> dict[str, Model]:
-    llama, gpt_oss = SHAPES["llama-8b"], SHAPES["gpt-oss-20b"]
-    few_heads = llama | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
-    many_kv_heads = llama | {"num_key_value_heads": 32, "hidden_size": 3072}  # of 96
-    return {
-        "llama-8b": Model(llama),
-        **{f"llama-8b in {form}": Model(llama, form) for form in ("awq", "int8", "fp8")},
-        "llama-8b, pages of int8": Model(llama, kv_dtype="int8"),
-        "llama-8b, adapters": Model(llama, adapted=True),
-        "llama-8b in float16": Model(llama, dtype="float16"),
-        "llama-8b in float16, pages of fp8": Model(llama, kv_dtype="fp8", dtype="float16"),
-        "llama-8b in float32": Model(llama, dtype="float32"),
-        "heads of 64": Model(few_heads),
-        "heads of 96": Model(many_kv_heads),
-        "gemma-2-9b": Model(GEMMA_2_9B),
-        "gemma-2-9b, pages of int8": Model(GEMMA_2_9B, kv_dtype="int8"),
-        "gemma-2-9b in float32": Model(GEMMA_2_9B, dtype="float32"),
-        "gemma-3-27b": Model(GEMMA_3_27B),
-        "qwen3-8b": Model(SHAPES["qwen3-8b"]),
-        "qwen3-30b-a3b": Model(SHAPES["qwen3-30b-a3b"]),
-        "qwen3-30b-a3b in awq": Model(SHAPES["qwen3-30b-a3b"], "awq"),
-        "mixtral-8x7b": Model(MIXTRAL_8X7B),
-        "mixtral-8x7b in awq": Model(MIXTRAL_8X7B, "awq"),
-        "mixtral-8x7b in awq, float16": Model(MIXTRAL_8X7B, "awq", dtype="float16"),
-        "gpt-oss-20b": Model(gpt_oss),
-        "gpt-oss-20b in mxfp4": Model(gpt_oss, "mxfp4"),
-    }
-
-
-MODELS = _known()
-
 # ---- which kernels there are
 
 
-def kernels_of_step(model: Model, shape: StepShape, capability: float) -> Iterator[Kernel]:
-    """Those of the last two layers, which have all kinds that the model has, and of the logits."""
-    jax.clear_caches()  # of what was traced for another
-    with gpu_launch.made_for(capability):
-        spec = model_spec(model.config, max_model_len=MAX_LEN)
-        spec = replace(spec, layers=spec.layers[-2:])
-        dtype = np.dtype(DTYPES[model.dtype])
-        kv_dtype = dtype if model.kv_dtype == "auto" else np.dtype(KV_DTYPES[model.kv_dtype])
-        yield from lowered_kernels(*_step(spec, Devices("gpu", 1, BLOCK, dtype, kv_dtype), model, shape))
+def kernels_of_step(model: Model, shape: StepShape, gpu: Gpu) -> Iterator[Kernel]:
+    with gpu_launch.made_for(gpu.capability):
+        yield from lowered_kernels(*step_of(model, shape, gpu))
 
 
 def lowered_kernels(function: Any, *arguments: Any) -> Iterator[Kernel]:
@@ -141,58 +72,6 @@ def _kernel_calls(op: Any) -> Iterator[dict[str, Any]]:
         for block in region:
             for inner in block:
                 yield from _kernel_calls(inner)
-
-
-def _step(spec: ModelSpec, devices: Devices, model: Model, shape: StepShape) -> tuple[Any, ...]:
-    """The function and its arguments."""
-    kernels = choose_kernels(spec, devices)
-    form = QUANTIZED[model.quantized] if model.quantized else None
-    weights = _held(plan_weights(spec, None, 1, kernels.can_multiply, form).weights, spec, devices.dtype)
-    layout = SlotLayout(MOST + 1, MAX_LEN, spec.vocab_size, MAX_LEN // BLOCK)
-    shapes = page_shapes(spec, devices, NUM_BLOCKS)
-    pages = [jax.eval_shape(partial(kernels.empty_pages, one, devices.kv_dtype)) for one in shapes]
-    slots = jax.ShapeDtypeStruct((layout.num_slots, layout.width), jnp.int32)
-    mesh = make_mesh(1, jax.devices("cpu")[:1])
-    adapters = AdapterLayout(spec, mesh, devices.dtype, *ADAPTERS, kernels.adapter_kernels.slots_first)
-    setting = programs.ProgramContext(
-        spec,
-        mesh,
-        layout,
-        num_choices(MOST),
-        kernels.attention,
-        kernels.experts,
-        adapters,
-        kernels.adapter_kernels,
-    )
-    held = _described(adapters.params(ADAPTERS[0]), devices.dtype) if model.adapted else {}
-    key = shape._replace(adapted=model.adapted)
-    described = programs.described(key, setting, weights, pages, slots, held)
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), described.arguments)
-    return described.function, *arguments
-
-
-def _held(weights: Weights, spec: ModelSpec, dtype: np.dtype[Any]) -> Any:
-    def loaded(part: Any) -> Any:
-        described = _described(part, dtype)
-        if isinstance(part, Dense) and (to := part.array.rounded_to) is not None:
-            return jax.eval_shape(partial(quantize, to=to), described)
-        return described
-
-    weights = jax.tree.map(loaded, weights, is_leaf=lambda node: isinstance(node, Dense | Quantized | Param))
-    can_gate = gpu_experts.can_fuse(spec.activation, dtype)
-    return jax.eval_shape(partial(for_gpus, is_alone=True, can_gate=can_gate, hold=_in_words), weights)
-
-
-def _in_words(part: Any) -> Any:
-    return in_words(part) if isinstance(part, Quantized) else part
-
-
-def _described(tree: Any, dtype: np.dtype[Any]) -> Any:
-    def one(param: Param) -> jax.ShapeDtypeStruct:
-        last = param.shape[-1] // (2 if param.packed else 1)
-        return jax.ShapeDtypeStruct((*param.shape[:-1], last), param.dtype or dtype)
-
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
 # ---- what they need
@@ -219,19 +98,19 @@ def needs_of(kernel: Kernel, capability: float) -> Needs:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gpus", default="L4,A100,H100", help=f"of {', '.join(CAPABILITIES)}")
+    parser.add_argument("--gpus", default="L4,A100,H200", help=f"of {', '.join(GPUS)}")
     parser.add_argument("--models", help="with semicolons; without it, all of these: " + "; ".join(MODELS))
     parser.add_argument("--all", action="store_true", help="a line for each kernel")
     options = parser.parse_args()
     names, failed = options.models.split(";") if options.models else list(MODELS), False
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(mp_context=spawning) as pool:
-        for gpu in options.gpus.split(","):
-            limit, found = _limit(CAPABILITIES[gpu]), _kernels(names, CAPABILITIES[gpu])
-            print(f"{gpu}: {len(found)} kernels, which may share {limit:,} bytes", flush=True)
-            needs = pool.map(partial(needs_of, capability=CAPABILITIES[gpu]), found, chunksize=4)
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for name in options.gpus.split(","):
+            gpu = GPUS[name]
+            found = _kernels(names, gpu)
+            print(f"{name}: {len(found)} kernels", flush=True)
+            needs = pool.map(partial(needs_of, capability=gpu.capability), found, chunksize=4)
             for kernel, one in zip(found, needs, strict=True):
-                fits = one.shared <= limit
+                fits = one.shared < gpu.shared
                 failed |= not fits
                 if options.all or not fits or one.spilled > 128:
                     print(f"  {kernel.name} shares {one.shared:,}, {one.registers} registers", end="")
@@ -239,20 +118,12 @@ def main() -> None:
     sys.exit(failed)
 
 
-def _limit(capability: float) -> int:
-    with gpu_launch.made_for(capability):
-        return gpu_launch.shared_bytes()
-
-
-def _kernels(names: list[str], capability: float) -> dict[Kernel, list[str]]:
+def _kernels(names: list[str], gpu: Gpu) -> dict[Kernel, list[str]]:
     """And in which steps they are."""
     found: dict[Kernel, list[str]] = {}
     for name in names:
-        model = MODELS[name]
-        if "fp8" in (model.quantized, model.kv_dtype) and capability < CAPABILITIES["L4"]:
-            continue
-        for shape in STEPS:
-            for kernel in kernels_of_step(model, shape, capability):
+        for shape in STEPS if can_have(MODELS[name], gpu) else []:
+            for kernel in kernels_of_step(MODELS[name], shape, gpu):
                 found.setdefault(kernel, []).append(f"{name}, {shape.num_tokens} tokens")
     return found
 

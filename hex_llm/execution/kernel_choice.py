@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 KV_DTYPES = DTYPES | {"fp8": FLOAT8, "fp8_e4m3": FLOAT8, "int8": np.int8}
+OLDER_GPU = "older gpu"  # which XLA alone has a compiler for
 MAX_SINGLE = 32  # a launch for chunks costs more than reading what some tokens see several times
 
 
@@ -73,7 +74,7 @@ class Devices(NamedTuple):
         """For activations in this type."""
         asked = config.kv_cache_dtype
         if platform == "gpu" and gpu_launch.capability() < MIN_CAPABILITY:
-            platform = "older gpu"  # which XLA alone has a compiler for
+            platform = OLDER_GPU
         kv_dtype = dtype if asked == "auto" else np.dtype(KV_DTYPES[asked])
         return cls(platform, num, config.block_size, dtype, kv_dtype)
 

@@ -22,7 +22,7 @@ from hex_llm.kernels import gpu_cudnn
 from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Options, Projected, as_held, first_key
 from hex_llm.kernels.gpu_heads import place_heads, write_kv
 from hex_llm.kernels.gpu_kernel import LAST, Begun, Cache, Tiling, WorkItem, attend
-from hex_llm.kernels.gpu_launch import DTYPES, MIN_DOT, is_large, next_power
+from hex_llm.kernels.gpu_launch import DTYPES, MIN_DOT, has_sums_apart, is_large, next_power
 
 MAX_GROUP = 64  # query heads per KV head
 MAX_HEAD_DIM = 256
@@ -138,7 +138,7 @@ def decode_tiling(q: Array, pages: KVPages) -> Tiling:
 def prefill_tiling(q: Array, max_chunks: int) -> Tiling:
     num_rows, num_kv_heads, group, head_dim = q.shape
     is_exact = q.dtype == jnp.float32
-    rows = 128 if num_rows * group <= 128 or head_dim > 128 else 256
+    rows = 128 if num_rows * group <= 128 or head_dim > 128 or has_sums_apart() else 256
     rows = rows if is_large() else max(128 if head_dim <= 128 else 64, next_power(group))
     rows = max(next_power(group), 32) if is_exact else rows
     num_tokens = rows // group

@@ -77,6 +77,11 @@ def is_large() -> bool:
     return shared_bytes() >= SHARED[HOPPER]
 
 
+def has_sums_apart() -> bool:
+    """Whether sums of products lie in a memory of their own, which is smaller than registers (Blackwell)."""
+    return is_large() and capability() > HOPPER
+
+
 def next_power(n: int) -> int:
     """The next power of two."""
     return 1 << (n - 1).bit_length()

@@ -162,9 +162,13 @@ def test_large_heads() -> None:
     check(ragged([40, 70], [(30, 20)], head_dim=256, dtype=jnp.bfloat16), Mask())
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_as_it_is_cut_for_smaller_gpus(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_launch, "capability", lambda: 8.9)
+@pytest.mark.parametrize(
+    ("head_dim", "capability"), [(64, 8.9), (256, 8.9), pytest.param(64, 10.0, marks=pytest.mark.slow)]
+)
+def test_as_it_is_cut_for_other_gpus(
+    head_dim: int, capability: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_launch, "capability", lambda: capability)
     arguments = ragged([300, 0, 70], [(150, 9), (20, 70)], head_dim=head_dim, dtype=jnp.bfloat16)
     check(arguments, Mask(window=140))
 
@@ -201,7 +205,8 @@ def test_what_the_kernels_are_for() -> None:
     assert gpu.can_attend(7, 96, jnp.bfloat16)
     assert not gpu.can_attend(71, 64, jnp.bfloat16)
     assert not gpu.can_attend(1, 8, jnp.float32)
-    assert not gpu.can_attend(1, 64, jnp.float16)
+    assert gpu.can_attend(1, 64, jnp.float16)
+    assert not gpu.can_attend(1, 64, jnp.float64)
 
 
 def test_row_blocks() -> None:
