@@ -130,8 +130,8 @@ MODELS = _known()
 
 
 def can_have(model: Model, gpu: Gpu) -> bool:
-    """It has floats of 8 bits, if the model needs them."""
-    return "fp8" not in (model.quantized, model.kv_dtype) or gpu.capability >= GPUS["L4"].capability
+    """It has floats of 8 bits, if pages need them."""
+    return model.kv_dtype != "fp8" or gpu.capability >= GPUS["L4"].capability
 
 
 def step_of(model: Model, shape: StepShape, gpu: Gpu) -> tuple[Any, ...]:

@@ -64,8 +64,11 @@ def _each_layer(weights: Weights, change_part: Change, change_table: Change | No
 def for_gpus(weights: Weights, is_alone: bool, can_gate: bool, hold: Change | None = None) -> Weights:
     """On a GPU that is alone, what no norm gives to a Float8 is rounded by our own kernels, if it has floats
     of 8 bits; where they `can_gate`, it is made of gates and ups on the way. `hold`: instead of over_gpus."""
-    weights = _each_layer(weights, partial(_for_gpus, hold=hold or over_gpus))
-    if is_alone and gpu_float8.can_round():
+    rounds = gpu_float8.can_round()
+    weights = _each_layer(
+        weights, partial(_for_gpus, hold=hold or over_gpus, as_float8=rounds or not is_alone)
+    )
+    if is_alone and rounds:
         for i, layer in enumerate(weights.layers):
             weights.layers[i] = replace(
                 layer, out=_rounding(layer.out), ffn=_ffn_rounding(layer.ffn, can_gate)
@@ -73,12 +76,14 @@ def for_gpus(weights: Weights, is_alone: bool, can_gate: bool, hold: Change | No
     return weights
 
 
-def _for_gpus(part: Any, hold: Change) -> Any:
+def _for_gpus(part: Any, hold: Change, as_float8: bool) -> Any:
+    """`as_float8`: what can be multiplied by activations of 8 bits."""
     if isinstance(part, FeedForward):
-        shared = jax.tree.map(partial(_for_gpus, hold=hold), part.shared, is_leaf=_is_matrix)
+        change = partial(_for_gpus, hold=hold, as_float8=as_float8)
+        shared = jax.tree.map(change, part.shared, is_leaf=_is_matrix)
         part = _in_whole_groups(part) if _has_cut_groups(part.down) else part
         return replace(part, gate_up=hold(part.gate_up), down=hold(part.down), shared=shared)
-    if isinstance(part, Quantized) and part.is_whole:
+    if as_float8 and isinstance(part, Quantized) and part.is_whole:
         outputs = part.codes.shape[: part.num_outputs]
         return Float8(part.codes, part.scales.reshape(*outputs, -1)[..., 0])
     return hold(part)

@@ -26,8 +26,9 @@ from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.load import load_weights
 from hex_llm.execution.programs import split_by_width
 from hex_llm.execution.weight_plan import WeightPlan, plan_weights
-from hex_llm.kernels import reference
+from hex_llm.kernels import gpu_float8, gpu_launch, reference
 from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages
+from hex_llm.kernels.gpu_quantized import QuantizedWords
 from hex_llm.kernels.sharded import ShardedMatrix
 from hex_llm.models import decoder
 from hex_llm.models.families import model_spec
@@ -258,6 +259,20 @@ def test_several_gpus_multiply_what_one_does(tiny: Tiny, num: int, tmp_path: Pat
     held = [layer.qkv, layer.out, layer.ffn.gate_up, *([layer.ffn.down] if num == 2 else [])]
     assert all(isinstance(one, ShardedMatrix) and one.spec == P(TP) for one in held)
     assert isinstance(layer.ffn.down, ShardedMatrix if num == 2 else Dense)
+
+
+@pytest.mark.parametrize(("capability", "error"), [(8.0, 2e-2), (8.9, 0.1)])
+def test_floats_of_8_bits_on_gpus(
+    capability: float, error: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where GPUs have none, activations keep their 16 bits."""
+    Tiny("llama", "LlamaForCausalLM", ON_GPUS).save(tmp_path / "model")
+    expected, _ = hidden_on_gpus(quantize(tmp_path / "model", BY_NAME["fp8-dynamic-rows"]), 1)
+    monkeypatch.setattr(gpu_launch, "capability", lambda: capability)
+    monkeypatch.setattr(gpu_float8, "capability", lambda: capability)
+    found, weights = hidden_on_gpus(tmp_path / "model", 1)
+    assert np.linalg.norm(found - expected) < error * np.linalg.norm(expected)
+    assert isinstance(weights.layers[0].out, QuantizedWords if capability < 8.9 else Float8)
 
 
 def test_products_of_floats_of_8_bits() -> None:
