@@ -22,7 +22,7 @@ from hex_llm.kernels import gpu_cudnn
 from hex_llm.kernels.attention import LARGEST, Batch, KVPages, Options, Projected, as_held, first_key
 from hex_llm.kernels.gpu_heads import place_heads, write_kv
 from hex_llm.kernels.gpu_kernel import LAST, Begun, Cache, Tiling, WorkItem, attend
-from hex_llm.kernels.gpu_launch import DTYPES, MIN_DOT, has_sums_apart, is_large, next_power
+from hex_llm.kernels.gpu_launch import DTYPES, MIN_DOT, has_large_shared_memory, has_tensor_memory, next_power
 
 MAX_GROUP = 64  # query heads per KV head
 MAX_HEAD_DIM = 256
@@ -118,7 +118,7 @@ def decode_tiling(q: Array, pages: KVPages) -> Tiling:
     programs = num_blocks * num_kv_heads
     if programs <= 8 and group <= MIN_DOT:  # few: one on each multiprocessor, that reads far ahead
         spare = (min(128 // programs, 64) - 1) * num_blocks
-        keys = 128 if is_large() else 64
+        keys = 128 if has_large_shared_memory() else 64
         tiling = tile(keys=keys, num_spare=spare, min_split=128, warps=4, stages=5)
     elif programs <= 64:
         spare = (max(256 // programs, 4) - 1) * num_blocks
@@ -138,22 +138,27 @@ def decode_tiling(q: Array, pages: KVPages) -> Tiling:
 def prefill_tiling(q: Array, max_chunks: int) -> Tiling:
     num_rows, num_kv_heads, group, head_dim = q.shape
     is_exact = q.dtype == jnp.float32
-    rows = 128 if num_rows * group <= 128 or head_dim > 128 or has_sums_apart() else 256
-    rows = rows if is_large() else max(128 if head_dim <= 128 else 64, next_power(group))
-    rows = max(next_power(group), 32) if is_exact else rows
+    rows, keys, warps, stages = _prefill_tile(head_dim, is_exact, is_short=num_rows * group <= 128)
+    rows = max(rows, next_power(group))
     num_tokens = rows // group
     num_blocks = num_rows // num_tokens + max_chunks + 1  # padding may be a run of its own
-    tile = partial(Tiling, rows, num_tokens=num_tokens, num_blocks=num_blocks)
-    if is_exact:
-        keys = 32 if is_large() or head_dim <= 128 else 16
-        return tile(keys=keys, num_spare=0, min_split=256, warps=4, stages=2)
     num_full = pl.cdiv(num_rows, num_tokens)
     # Few rows may see a long prefix.
-    spare = (max(min(256 // (num_full * num_kv_heads), 8), 1) - 1) * num_full
-    if not is_large():
-        keys, warps, stages = (64, 8, 3) if head_dim <= 128 else (32, 4, 2)
-        return tile(keys=keys, num_spare=spare, min_split=512, warps=warps, stages=stages)
-    return tile(keys=64, num_spare=spare, min_split=512, warps=8, stages=5 if head_dim <= 128 else 2)
+    spare = 0 if is_exact else (max(min(256 // (num_full * num_kv_heads), 8), 1) - 1) * num_full
+    min_split = 256 if is_exact else 512
+    return Tiling(rows, keys, num_tokens, num_blocks, spare, min_split, warps, stages)
+
+
+def _prefill_tile(head_dim: int, is_exact: bool, is_short: bool) -> tuple[int, int, int, int]:
+    """Rows and keys, warps and stages."""
+    is_large = has_large_shared_memory()
+    if is_exact:
+        return 32, 32 if is_large or head_dim <= 128 else 16, 4, 2
+    if not is_large:
+        return (128, 64, 8, 3) if head_dim <= 128 else (64, 32, 4, 2)
+    if head_dim > 128:
+        return 128, 64, 8, 2
+    return 128 if is_short or has_tensor_memory() else 256, 64, 8, 5
 
 
 def row_blocks(chunks: Array, length: int, most: int) -> Array:

@@ -22,7 +22,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels.experts import ExpertOptions, combined
-from hex_llm.kernels.gpu_launch import DTYPES, dot, index_grid, is_large, launched, next_power, read_tile
+from hex_llm.kernels.gpu_launch import (
+    DTYPES,
+    dot,
+    has_large_shared_memory,
+    index_grid,
+    launched,
+    next_power,
+    read_tile,
+)
 from hex_llm.kernels.gpu_quantized import (
     SLAB,
     TOGETHER,
@@ -176,7 +184,7 @@ def multiply(
     dots = _dots if words is None else partial(_dots_of_words, matrix=words)
     kernel = partial(_multiply_kernel, product=product, dots=dots)
     arrays = weight if words is None else (words.words, words.scales)
-    stages = tiling.stages if tiling.rows < MAX_ROWS or is_large() else 3
+    stages = tiling.stages if tiling.rows < MAX_ROWS or has_large_shared_memory() else 3
     return launched(kernel, grid, out, tiling.warps, stages)(*blocks, scores, x, arrays, bias)
 
 

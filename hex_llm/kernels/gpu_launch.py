@@ -21,8 +21,8 @@ MIN_DOT = 16  # the least side of a matrix product
 MIN_CAPABILITY = 8.0  # which Triton has a compiler for
 HOPPER = 9.0  # what kernels were measured on
 # Bytes that the warps of a program can share, by compute capability (CUDA's programming guide).
-SHARED = {8.0: 166_912, 8.7: 166_912, 9.0: 232_448, 10.0: 232_448, 10.3: 232_448}
-LEAST_SHARED = 101_376  # all others since 8.0: L4, A10, RTX
+SHARED_MEMORY = {8.0: 166_912, 8.7: 166_912, 9.0: 232_448, 10.0: 232_448, 10.3: 232_448}
+LEAST_SHARED_MEMORY = 101_376  # all others since 8.0: L4, A10, RTX
 
 _made_for: float | None = None  # a compute capability
 
@@ -67,19 +67,19 @@ def capability() -> float:
     return HOPPER if interpreted() else float(jax.local_devices()[0].compute_capability)
 
 
-def shared_bytes() -> int:
-    return SHARED.get(capability(), LEAST_SHARED)
+def shared_memory_bytes() -> int:
+    return SHARED_MEMORY.get(capability(), LEAST_SHARED_MEMORY)
 
 
-def is_large() -> bool:
+def has_large_shared_memory() -> bool:
     """Whether a program has as much to share, and multiplies from there, as tilings were measured with; for
     others they are smaller."""
-    return shared_bytes() >= SHARED[HOPPER]
+    return shared_memory_bytes() >= SHARED_MEMORY[HOPPER]
 
 
-def has_sums_apart() -> bool:
+def has_tensor_memory() -> bool:
     """Whether sums of products lie in a memory of their own, which is smaller than registers (Blackwell)."""
-    return is_large() and capability() > HOPPER
+    return has_large_shared_memory() and capability() > HOPPER
 
 
 def next_power(n: int) -> int:

@@ -36,7 +36,14 @@ from hex_llm.kernels.gpu_codes import (
     twice,
     whole_numbers,
 )
-from hex_llm.kernels.gpu_launch import dot, index_grid, is_large, launched, next_power, read_tile
+from hex_llm.kernels.gpu_launch import (
+    dot,
+    has_large_shared_memory,
+    index_grid,
+    launched,
+    next_power,
+    read_tile,
+)
 
 SLAB = 32  # inputs that one shift gives
 TILE = 64  # outputs whose words lie together
@@ -207,7 +214,7 @@ class Tiling:
 
 def max_tile() -> int:
     """Rows of a program. GPUs that multiply from registers have too few of these for more."""
-    return 128 if is_large() else 64
+    return 128 if has_large_shared_memory() else 64
 
 
 def tiling_for(num_rows: int, num_outputs: int, num_blocks: int) -> Tiling:
