@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hex_llm.execution.batch import StepShape
-from hex_llm.kernels import gpu_launch
 from tools.gpu_kernels import kernels_of_step, needs_of
 from tools.gpu_models import GPUS, MODELS, STEPS
 
@@ -20,7 +19,7 @@ def test_steps_fit_into_small_gpus(name: str, steps: list[StepShape]) -> None:
     found = {kernel for shape in steps for kernel in kernels_of_step(MODELS[name], shape, L4)}
     assert len(found) >= 2 * len(steps)
     for kernel in found:
-        assert needs_of(kernel, L4.capability).shared <= gpu_launch.LEAST_SHARED_MEMORY, kernel.name
+        assert needs_of(kernel, L4.capability).shared <= L4.most_shared, kernel.name
 
 
 def test_what_was_measured_with_needs_a_large_gpu() -> None:
@@ -28,4 +27,4 @@ def test_what_was_measured_with_needs_a_large_gpu() -> None:
     [step] = FEW[1][:1]
     found = kernels_of_step(MODELS["llama-8b"], step, H100)
     shared = [needs_of(kernel, L4.capability).shared for kernel in found if "attend" in kernel.name]
-    assert max(shared) > gpu_launch.LEAST_SHARED_MEMORY
+    assert max(shared) > L4.most_shared

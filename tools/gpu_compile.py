@@ -134,7 +134,7 @@ def compile_steps(gpu: str, names: list[str], folder: Path | None) -> int:
 
 def compiled_step(gpu: str, name: str, shape: StepShape, lies: Any) -> Any:
     with gpu_launch.made_for(GPUS[gpu].capability):
-        function, *arguments = step_of(MODELS[name], shape, GPUS[gpu])
+        function, *arguments = step_of(MODELS[name], shape)
         placed = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies))
         lowered = jax.jit(function, donate_argnums=(1, 2)).lower(*placed(arguments))
     graphs = NO_GRAPHS if shape.max_chunks else GRAPHS

@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hex_llm.config import EngineConfig
 from hex_llm.execution import programs
 from hex_llm.execution.adapters import AdapterLayout
 from hex_llm.execution.batch import StepShape, num_choices
-from hex_llm.execution.kernel_choice import DTYPES, KV_DTYPES, OLDER_GPU, Devices, choose_kernels, page_shapes
+from hex_llm.execution.kernel_choice import DTYPES, Devices, choose_kernels, page_shapes
 from hex_llm.execution.slots import SlotLayout
-from hex_llm.execution.weight_layouts import for_gpus, in_words
+from hex_llm.execution.weight_layouts import in_words
 from hex_llm.execution.weight_plan import FORMS, plan_weights
-from hex_llm.kernels import gpu_experts, gpu_launch
+from hex_llm.kernels import gpu_launch
 from hex_llm.models.families import model_spec
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Param, Weights
@@ -41,12 +42,17 @@ class Gpu(NamedTuple):
 
     capability: float
     processors: int
-    shared: int  # bytes of a multiprocessor; a program can have 1 KiB less
+    shared: int  # bytes of a multiprocessor
     threads: int  # of a multiprocessor
     memory: float
     bandwidth: float
     cache: int
     clock: float  # GHz
+
+    @property
+    def most_shared(self) -> int:
+        """That a program can have."""
+        return self.shared - (1024 if self.capability >= gpu_launch.MIN_CAPABILITY else 0)
 
     def described(self, name: str) -> str:
         """As XLA's compiler wants it."""
@@ -59,7 +65,7 @@ class Gpu(NamedTuple):
             "block_dim_limit_y": 65535,
             "block_dim_limit_z": 65535,
             "shared_memory_per_block": 49152,
-            "shared_memory_per_block_optin": self.shared - (1024 if self.capability >= 8 else 0),
+            "shared_memory_per_block_optin": self.most_shared,
             "shared_memory_per_core": self.shared,
             "registers_per_core_limit": 65536,
             "registers_per_block_limit": 65536,
@@ -72,6 +78,8 @@ class Gpu(NamedTuple):
         }
         fields = " ".join(f"{field}: {number}" for field, number in numbers.items())
         fields += f" cuda_compute_capability {{ major: {major} minor: {minor} }}"
+        # Or products in 8 bits are expanded.
+        fields += ' runtime_version: "12.8.0" driver_version: "13.0.0" compile_time_toolkit_version: "12.8.0"'
         others = f'dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"'
         return f'gpu_device_info {{ {fields} }} platform_name: "CUDA" {others}'
 
@@ -134,23 +142,20 @@ def can_have(model: Model, gpu: Gpu) -> bool:
     return model.kv_dtype != "fp8" or gpu.capability >= GPUS["L4"].capability
 
 
-def step_of(model: Model, shape: StepShape, gpu: Gpu) -> tuple[Any, ...]:
+def step_of(model: Model, shape: StepShape) -> tuple[Any, ...]:
     """A step's function and its arguments, of the last two layers, which have all kinds that the model has.
-    It is for gpu_launch.made_for."""
+    Within gpu_launch.made_for."""
     jax.clear_caches()  # of what was traced for another
     spec = model_spec(model.config, max_model_len=MAX_LEN)
     spec = replace(spec, layers=spec.layers[-2:])
     dtype = np.dtype(DTYPES[model.dtype])
-    kv_dtype = dtype if model.kv_dtype == "auto" else np.dtype(KV_DTYPES[model.kv_dtype])
-    platform = "gpu" if gpu.capability >= gpu_launch.MIN_CAPABILITY else OLDER_GPU
-    devices = Devices(platform, 1, BLOCK, dtype, kv_dtype)
+    config = EngineConfig(kv_cache_dtype=model.kv_dtype, block_size=BLOCK)
+    devices = Devices.of(config, "gpu", 1, dtype)
     kernels = choose_kernels(spec, devices)
     form = QUANTIZED[model.quantized] if model.quantized else None
     weights = _loaded(plan_weights(spec, None, 1, kernels.can_multiply, form).weights, dtype)
-    if platform == "gpu":
-        can_gate = gpu_experts.can_fuse(spec.activation, dtype)
-        lay_out = partial(for_gpus, is_alone=True, can_gate=can_gate, hold=_in_words)
-        weights = jax.eval_shape(lay_out, weights)
+    if devices.platform == "gpu":
+        weights = jax.eval_shape(partial(kernels.lay_out, hold=_in_words), weights)
     layout = SlotLayout(MOST + 1, MAX_LEN, spec.vocab_size, MAX_LEN // BLOCK)
     shapes = page_shapes(spec, devices, NUM_BLOCKS)
     pages = [jax.eval_shape(partial(kernels.empty_pages, one, devices.kv_dtype)) for one in shapes]

@@ -39,7 +39,7 @@ def can_attend(group: int, head_dim: int, dtype: Any) -> bool:
 def paged_attention(
     q: Array, k: Array, v: Array, pages: KVPages, batch: Batch, options: Options
 ) -> tuple[Array, KVPages]:
-    """See kernels.attention.PagedAttention. Products of 16 bits round their weights to them; of float32 they
+    """See kernels.attention.PagedAttention. Products of 16 bits round weights to these; those of float32
     are exact, and there a row's result does not depend on the others of the batch."""
     pages, semaphores = write_kv(k, v, pages, batch.kv_slots)
     return _attend(q, (k, v), Cache(pages, batch.tables, semaphores), batch, options), pages

@@ -16,10 +16,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from hex_llm.kernels import gpu_launch
 from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.float8 import FLOAT8_MAX, FLOAT8_ROWS, Rounded
-from hex_llm.kernels.gpu_launch import capability, launched, next_power, quick
+from hex_llm.kernels.gpu_launch import launched, next_power, quick
 
 MIN_FLOAT8 = 8.9  # of a GPU's compute capability
 COLUMNS, WARPS = 4096, 16  # read at a time; of a row that is so wide
@@ -29,7 +30,7 @@ Place = tuple[Array, Array | None]  # columns, and which of them are there
 
 
 def can_round() -> bool:
-    return capability() >= MIN_FLOAT8
+    return gpu_launch.capability() >= MIN_FLOAT8
 
 
 def round_rows(x: Array) -> Rounded:

@@ -20,9 +20,8 @@ LOG2_E = math.log2(math.e)
 MIN_DOT = 16  # the least side of a matrix product
 MIN_CAPABILITY = 8.0  # which Triton has a compiler for
 HOPPER = 9.0  # what kernels were measured on
-# Bytes that the warps of a program can share, by compute capability (CUDA's programming guide).
-SHARED_MEMORY = {8.0: 166_912, 8.7: 166_912, 9.0: 232_448, 10.0: 232_448, 10.3: 232_448}
-LEAST_SHARED_MEMORY = 101_376  # all others since 8.0: L4, A10, RTX
+# Compute capabilities whose programs can share 227 KiB; A100's 163, all others since then 99.
+LARGE_SHARED_MEMORY = (9.0, 10.0, 10.3)
 
 _made_for: float | None = None  # a compute capability
 
@@ -62,19 +61,16 @@ def interpreted() -> bool:
 
 
 def capability() -> float:
+    """Of the GPUs here; where there are none, as interpreted kernels and plans have it."""
     if _made_for is not None:
         return _made_for
-    return HOPPER if interpreted() else float(jax.local_devices()[0].compute_capability)
-
-
-def shared_memory_bytes() -> int:
-    return SHARED_MEMORY.get(capability(), LEAST_SHARED_MEMORY)
+    return float(jax.local_devices()[0].compute_capability) if jax.default_backend() == "gpu" else HOPPER
 
 
 def has_large_shared_memory() -> bool:
     """Whether a program has as much to share, and multiplies from there, as tilings were measured with; for
     others they are smaller."""
-    return shared_memory_bytes() >= SHARED_MEMORY[HOPPER]
+    return capability() in LARGE_SHARED_MEMORY
 
 
 def has_tensor_memory() -> bool:

@@ -26,7 +26,7 @@ from hex_llm.execution.kernel_choice import Devices, choose_kernels
 from hex_llm.execution.load import load_weights
 from hex_llm.execution.programs import split_by_width
 from hex_llm.execution.weight_plan import WeightPlan, plan_weights
-from hex_llm.kernels import gpu_float8, gpu_launch, reference
+from hex_llm.kernels import gpu_launch, reference
 from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages
 from hex_llm.kernels.gpu_quantized import QuantizedWords
 from hex_llm.kernels.sharded import ShardedMatrix
@@ -269,7 +269,6 @@ def test_floats_of_8_bits_on_gpus(
     Tiny("llama", "LlamaForCausalLM", ON_GPUS).save(tmp_path / "model")
     expected, _ = hidden_on_gpus(quantize(tmp_path / "model", BY_NAME["fp8-dynamic-rows"]), 1)
     monkeypatch.setattr(gpu_launch, "capability", lambda: capability)
-    monkeypatch.setattr(gpu_float8, "capability", lambda: capability)
     found, weights = hidden_on_gpus(tmp_path / "model", 1)
     assert np.linalg.norm(found - expected) < error * np.linalg.norm(expected)
     assert isinstance(weights.layers[0].out, QuantizedWords if capability < 8.9 else Float8)
