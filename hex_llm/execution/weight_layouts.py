@@ -62,17 +62,15 @@ def _each_layer(weights: Weights, change_part: Change, change_table: Change | No
 
 
 def for_gpus(weights: Weights, is_alone: bool, can_gate: bool, hold: Change | None = None) -> Weights:
-    """On a GPU that is alone, what no norm gives to a Float8 is rounded by our own kernels, if it has floats
-    of 8 bits; where they `can_gate`, it is made of gates and ups on the way. `hold`: instead of over_gpus."""
+    """On a GPU that is alone our own kernels round what no norm gives to a Float8, and where they `can_gate`,
+    make it of gates and ups on the way. `hold`: instead of over_gpus."""
     rounds = gpu_float8.can_round()
     weights = _each_layer(
         weights, partial(_for_gpus, hold=hold or over_gpus, as_float8=rounds or not is_alone)
     )
-    if is_alone and rounds:
+    if is_alone:
         for i, layer in enumerate(weights.layers):
-            weights.layers[i] = replace(
-                layer, out=_rounding(layer.out), ffn=_ffn_rounding(layer.ffn, can_gate)
-            )
+            weights.layers[i] = replace(layer, out=_rounding(layer.out), ffn=_ffn_alone(layer.ffn, can_gate))
     return weights
 
 
@@ -141,11 +139,13 @@ def _of_zeros(scales: Array) -> Array:
     return jnp.where(scales == 0, 1, scales)
 
 
-def _ffn_rounding(ffn: FeedForward, can_gate: bool) -> FeedForward:
+def _ffn_alone(ffn: FeedForward, can_gate: bool) -> FeedForward:
     gate_up, down = ffn.gate_up, _rounding(ffn.down)
     if isinstance(gate_up, Float8) and isinstance(down, Float8):
         gate_up = replace(gate_up, rounds_gated=can_gate)
-    shared = None if ffn.shared is None else _ffn_rounding(ffn.shared, can_gate)
+    elif isinstance(gate_up, Dense | QuantizedWords) and ffn.router is None:
+        gate_up = replace(gate_up, fuses_gates=can_gate)
+    shared = None if ffn.shared is None else _ffn_alone(ffn.shared, can_gate)
     return replace(ffn, gate_up=gate_up, down=down, shared=shared)
 
 

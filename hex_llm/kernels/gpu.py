@@ -27,6 +27,7 @@ from hex_llm.kernels.gpu_launch import DTYPES, MIN_DOT, has_large_shared_memory,
 MAX_GROUP = 64  # query heads per KV head
 MAX_HEAD_DIM = 256
 MIN_CUDNN_ROWS = 6144  # fewer rows: our own kernel is as fast, and sooner compiled (docs/kernels.md)
+MAX_CUDNN_CHUNKS = 12  # for each there may be, cuDNN fills an array of all rows with zeros
 
 
 def can_attend(group: int, head_dim: int, dtype: Any) -> bool:
@@ -83,16 +84,19 @@ def prefill(q: Array, kv: Sequence[Array] | None, batch: Batch, cache: Cache, op
     if kv is None or not cudnn_begins(q, options):
         items = work_items(starts, ends, first, batch.positions[lasts] + 1, tiling)
         return attend(q, batch, items, cache, options, tiling)
-    # What is left are the keys before the step; of padding there are none, and it becomes 0.
-    lengths = jnp.sum(chunks == jnp.arange(most)[:, None], axis=1, dtype=jnp.int32)
-    lengths = jnp.append(batch.num_decodes, lengths)  # what cuDNN does of decodes is not used
+    # cuDNN is given the decodes too, as they lie before the chunks; what it does of them is not used.
+    begun = min(most, MAX_CUDNN_CHUNKS)
+    lengths = jnp.sum(chunks == jnp.arange(begun)[:, None], axis=1, dtype=jnp.int32)
+    lengths = jnp.append(batch.num_decodes, lengths)
     # As pages hold them, so that it does not matter where a step ends.
     k, v = (as_held(one, cache.pages.dtype) for one in kv)
     out, logs = gpu_cudnn.causal(q, k, v, lengths, window=options.mask.window, scale=options.scale)
-    first_rows = jnp.append(jnp.cumsum(lengths) - lengths, 0)
-    owners = chunks[jnp.minimum(starts, num_rows - 1)] + 1
-    cached = jnp.where(owners <= most, batch.positions[first_rows[owners]], -1)
-    items = work_items(starts, jnp.where(cached == 0, starts, ends), first, cached, tiling)
+    # What is left are the keys before the step; of later chunks all; of padding none, and it becomes 0.
+    owners = chunks[jnp.minimum(starts, num_rows - 1)]
+    firsts = (jnp.cumsum(lengths) - lengths)[jnp.minimum(owners, begun - 1) + 1]
+    left = jnp.where(owners < begun, batch.positions[firsts], batch.positions[lasts] + 1)
+    left = jnp.where(owners < most, left, -1)
+    items = work_items(starts, jnp.where(left == 0, starts, ends), first, left, tiling)
     return attend(q, batch, items, cache, options, tiling, Begun(out, logs))
 
 

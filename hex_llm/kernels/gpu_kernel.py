@@ -94,7 +94,9 @@ class Begun(NamedTuple):
     step itself, to be continued over those before it."""
 
     out: Any
-    logs: Any = None  # [1 + chunks, K * G, T] of the sum of a token's weights, at its place in its chunk
+    # [1 + chunks, K * G, T] of the sum of a token's weights, at its place in its chunk; later chunks were not
+    # begun.
+    logs: Any = None
 
 
 class Inputs(NamedTuple):
@@ -266,11 +268,12 @@ def _with_sinks(program: Program, block: Block, running: Softmax) -> Softmax:
 
 
 def _continued(program: Program, block: Block) -> Softmax:
-    """The softmax as it was begun, one weight for all that was seen; at its start in all splits but the
-    first, to which they are added."""
+    """The softmax as it was begun, one weight for all that was seen; at its start in chunks that were not,
+    and in all splits but the first, to which they are added."""
     state, item = program.inputs.begun, block.item
-    taken, nth = block.valid & (item.split == 0), block.position - item.stop_all
     chunk = block.table - program.inputs.num_decodes[0] + 1
+    taken = block.valid & (item.split == 0) & (chunk < len(state.logs))
+    nth = block.position - item.stop_all
     logs = plgpu.load(state.logs.at[chunk, block.head, nth], mask=taken, other=0)
     peak = jnp.where(taken, logs * (LOG2_E / _factor(program.options)), NO_PEAK)
     out = (load_rows(state.out, block.row, at, taken, program.inside).astype(jnp.float32) for at in block.at)

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from hex_llm.kernels import gpu_launch
 from hex_llm.kernels.codes import doubled_e2m1
-from hex_llm.kernels.experts import GatedMatrix
+from hex_llm.kernels.experts import Activation, GatedMatrix
 from hex_llm.kernels.gpu_codes import (
     CENTRE,
     E2M1_EXPONENT,
@@ -37,12 +37,13 @@ from hex_llm.kernels.gpu_codes import (
     whole_numbers,
 )
 from hex_llm.kernels.gpu_launch import (
+    both,
     dot,
     has_large_shared_memory,
     index_grid,
     launched,
+    load_rows,
     next_power,
-    read_tile,
 )
 
 SLAB = 32  # inputs that one shift gives
@@ -83,6 +84,7 @@ class QuantizedWords(GatedMatrix):
     group: int = field(metadata={"static": True})
     zero: int = field(metadata={"static": True})  # where groups have none of their own
     is_float: bool = field(default=False, metadata={"static": True})
+    fuses_gates: bool = field(default=False, metadata={"static": True})  # the kernel may, of gates and ups
 
     @property
     def codes_per_word(self) -> int:
@@ -109,6 +111,13 @@ class QuantizedWords(GatedMatrix):
             matrix, x = lax.optimization_barrier((self, x))
             out = lax.dot_general(x, matrix.expanded(x.dtype), (((1,), (1,)), ((), ())))
         return out.reshape(len(x), *self.outputs)
+
+    def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
+        if self.fuses_gates and bias is None and len(x) <= MAX_ROWS and x.dtype in MAGIC:
+            tiling = tiling_for(len(x), self.num_outputs, self.num_blocks)
+            if tiling.splits == 1 and self.num_outputs % COLUMNS == 0:
+                return multiply(x, self, tiling, activation)
+        return super().gated(x, activation, bias)
 
     def rows(self, which: Array) -> Array:
         words = self._tiles()[which // TILE, :, which % TILE]
@@ -225,27 +234,38 @@ def tiling_for(num_rows: int, num_outputs: int, num_blocks: int) -> Tiling:
     return Tiling(rows, splits)
 
 
-def multiply(x: Array, matrix: QuantizedWords, tiling: Tiling | None = None) -> Array:
-    """x [T, K] times the matrix [N, K] -> [T, N]."""
+def multiply(
+    x: Array, matrix: QuantizedWords, tiling: Tiling | None = None, activation: Activation | None = None
+) -> Array:
+    """x [T, K] times the matrix [N, K] -> [T, N]; or, of gates and ups, the activation of the gates times the
+    ups [T, N / 2], where a program has all inputs of its outputs."""
     num_outputs = matrix.num_outputs
     tiling = tiling or tiling_for(len(x), num_outputs, matrix.num_blocks)
     grid = (pl.cdiv(len(x), tiling.rows), pl.cdiv(num_outputs, COLUMNS), tiling.splits)
     dtype = x.dtype if tiling.splits == 1 else jnp.float32
-    out = jax.ShapeDtypeStruct((tiling.splits, len(x), num_outputs), dtype)
-    kernel = partial(_multiply_kernel, matrix=matrix, tiling=tiling)
+    width = num_outputs if activation is None else num_outputs // 2
+    out = jax.ShapeDtypeStruct((tiling.splits, len(x), width), dtype)
+    kernel = partial(_multiply_kernel, matrix=matrix, tiling=tiling, activation=activation)
     call = launched(kernel, grid, out, WARPS, STAGES)
     parts: Array = call(x, matrix.words, matrix.scales)
     return parts[0] if tiling.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
 
 
 def _multiply_kernel(
-    x_ref: Any, words_ref: Any, scales_ref: Any, out_ref: Any, *, matrix: QuantizedWords, tiling: Tiling
+    x_ref: Any,
+    words_ref: Any,
+    scales_ref: Any,
+    out_ref: Any,
+    *,
+    matrix: QuantizedWords,
+    tiling: Tiling,
+    activation: Activation | None,
 ) -> None:
     num_rows, num_columns, num_blocks = len(x_ref), matrix.num_outputs, matrix.num_blocks
     row = pl.program_id(0) * tiling.rows + lax.iota(jnp.int32, tiling.rows)
     column = pl.program_id(1) * COLUMNS + lax.iota(jnp.int32, COLUMNS)
+    there = None if num_rows % tiling.rows == 0 else row < num_rows
     # What is not there is read from somewhere else instead, and not stored.
-    source = jnp.minimum(row, num_rows - 1)
     here = column if num_columns % COLUMNS == 0 else jnp.minimum(column, num_columns - 1)
     together = 1 if num_rows == 1 else TOGETHER
     is_filled = matrix.num_inputs % (matrix.codes_per_word * SLAB) == 0
@@ -256,7 +276,8 @@ def _multiply_kernel(
         for first in range(0, matrix.codes_per_word, together):
             weights = weights_of(words, range(first, first + together), matrix, scales, x_ref.dtype)
             place = inputs_of(block, first, together, matrix)
-            x = read_tile(x_ref, (), source, place, None if is_filled else place < matrix.num_inputs)
+            inside = None if is_filled else place < matrix.num_inputs
+            x = load_rows(x_ref, row, place[None, :], there, inside)
             total += dot(weights, x.T)
         return total
 
@@ -266,9 +287,13 @@ def _multiply_kernel(
     turns = length if num_blocks % tiling.splits == 0 else jnp.minimum(length, num_blocks - first)
     total = jnp.zeros((COLUMNS, tiling.rows), jnp.float32)
     total = lax.fori_loop(0, turns, lambda i, total: add_block(first + i, total), total)
+    out = made_up(total.T, matrix)
+    if activation is not None:
+        out = gpu_launch.gated(out, activation, out_ref.dtype)
+        column = pl.program_id(1) * (COLUMNS // 2) + lax.iota(jnp.int32, COLUMNS // 2)
+    mask = both(there, None if num_columns % COLUMNS == 0 else column < num_columns, out.shape)
     at = (split, *index_grid(row, column[None, :]))
-    mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    plgpu.store(out_ref.at[at], made_up(total.T, matrix).astype(out_ref.dtype), mask=mask)
+    plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=mask)
 
 
 def inputs_of(block: Array, first: int, num_slabs: int, matrix: QuantizedWords) -> Array:

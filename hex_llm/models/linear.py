@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from hex_llm.kernels import gpu_dense
 from hex_llm.kernels.experts import Activation
 
 FEW_ROWS = range(2, 65)
@@ -42,6 +43,9 @@ class Dense:
 
     array: Any  # a jax.Array; in the tree of declarations a Param
     num_outputs: int = field(default=1, metadata={"static": True})  # axes
+    fuses_gates: bool = field(
+        default=False, metadata={"static": True}
+    )  # a GPU's own kernel may, of some rows
 
     def matmul(self, x: jax.Array) -> jax.Array:
         """Axes are merged: XLA's CPU backend runs a product of matrices several times faster than one of
@@ -60,6 +64,8 @@ class Dense:
             both = both if bias is None else both + bias[..., None]
             return (activation(both[:, 0]) * both[:, 1]).T
 
+        if self.fuses_gates and bias is None and gpu_dense.can_gate(x, self.array):
+            return gpu_dense.gated(x, self.array, activation)
         return jax.lax.platform_dependent(self, x, bias, cpu=rows_last, default=rows_first)
 
     def rows(self, which: jax.Array) -> jax.Array:

@@ -51,6 +51,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     monkeypatch.setattr(gpu_cudnn, "causal", causal)
     monkeypatch.setattr(gpu_cudnn, "can_attend", lambda *_: True)
     monkeypatch.setattr(gpu, "MIN_CUDNN_ROWS", 1)
+    monkeypatch.setattr(gpu, "MAX_CUDNN_CHUNKS", 3)  # fewer than there are
     return windows
 
 

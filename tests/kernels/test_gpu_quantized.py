@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hex_llm.kernels import gpu_quantized
 from hex_llm.kernels.gpu_quantized import MAX_ROWS, QuantizedWords, Tiling, multiply, tiling_for, to_words
 from tests.kernels.lowering import lowered_for_gpus
 
@@ -134,6 +136,22 @@ def test_gates() -> None:
     got = matrix.gated(x, jax.nn.relu, bias.astype(jnp.bfloat16))
     expected = np.maximum(gates, 0) * ups
     assert np.abs(got.astype(jnp.float32) - expected).max() <= 2e-2 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("num_rows", [24, 32])
+def test_gates_on_the_way(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a program has all inputs, and outputs fill it."""
+    matrix, weights = made(CASES["awq"]._replace(outputs=(128, 2)))
+    matrix, x = replace(matrix, fuses_gates=True), rows(num_rows, 256, jnp.bfloat16)
+    gates, ups = np.moveaxis((np.asarray(x, np.float64) @ weights.T).reshape(num_rows, 128, 2), 2, 0)
+    expected, asked = gates / (1 + np.exp(-gates)) * ups, []
+    for splits in (1, 2):  # of two an activation is made afterwards
+        monkeypatch.setattr(gpu_quantized, "tiling_for", lambda *_, splits=splits: Tiling(32, splits))
+        traced = jax.jit(lambda matrix, x: matrix.gated(x, jax.nn.silu)).trace(matrix, x)
+        asked.append("logistic" not in str(traced.jaxpr))
+        got = traced.lower().compile()(matrix, x).astype(jnp.float32)
+        assert np.abs(got - expected).max() <= 2e-2 * np.abs(expected).max()
+    assert asked == [True, False]
 
 
 @pytest.mark.parametrize("num_rows", [1, 40, 128, 256])
