@@ -146,7 +146,12 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 TINY = {**LLAMA_8B, **SMALL, "num_key_value_heads": 2}
 TINY_SCALE = 20  # requests and output tokens are so many times fewer
 
-FLAGS = {"max_model_len": 4096, "max_decode_seqs": 256}  # and else each system's own
+FLAGS = {
+    "max_model_len": 4096,
+    "max_decode_seqs": 256,
+    "max_prefill_seqs": 8,
+    "max_num_batched_tokens": 8192,
+}
 TINY_FLAGS = {"max_model_len": 2048, "max_decode_seqs": 8, "max_num_batched_tokens": 2048, "num_blocks": 4096}
 
 
