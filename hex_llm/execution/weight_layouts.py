@@ -62,8 +62,8 @@ def _each_layer(weights: Weights, change_part: Change, change_table: Change | No
 
 
 def for_gpus(weights: Weights, is_alone: bool, can_gate: bool, hold: Change | None = None) -> Weights:
-    """On a GPU that is alone our own kernels round what no norm gives to a Float8, and where they `can_gate`,
-    make it of gates and ups on the way. `hold`: instead of over_gpus."""
+    """On a GPU that is alone our own kernels round what no norm gives to a Float8; and where they `can_gate`,
+    make of gates and ups what goes on. `hold`: instead of over_gpus."""
     rounds = gpu_float8.can_round()
     weights = _each_layer(
         weights, partial(_for_gpus, hold=hold or over_gpus, as_float8=rounds or not is_alone)

@@ -40,8 +40,7 @@ class Tiling(NamedTuple):
 
 
 def can_gate(x: Array, matrix: Array) -> bool:
-    """Whether the kernel is for such rows [T, D] and gates and ups [F, 2, D]; it was measured on one kind of
-    GPU, and not on others."""
+    """Whether the kernel is for such rows [T, D] and gates and ups [F, 2, D]; on which GPUs, was measured."""
     if len(x) not in ROWS or x.dtype not in (jnp.bfloat16, jnp.float16) or capability() != HOPPER:
         return False
     tiling, num_outputs = tiling_for(len(x)), 2 * len(matrix)

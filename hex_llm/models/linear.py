@@ -43,9 +43,7 @@ class Dense:
 
     array: Any  # a jax.Array; in the tree of declarations a Param
     num_outputs: int = field(default=1, metadata={"static": True})  # axes
-    fuses_gates: bool = field(
-        default=False, metadata={"static": True}
-    )  # a GPU's own kernel may, of some rows
+    fuses_gates: bool = field(default=False, metadata={"static": True})  # of some rows, by a kernel
 
     def matmul(self, x: jax.Array) -> jax.Array:
         """Axes are merged: XLA's CPU backend runs a product of matrices several times faster than one of
