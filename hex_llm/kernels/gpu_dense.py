@@ -52,9 +52,9 @@ def tiling_for(num_rows: int) -> Tiling:
     return Tiling(128, 64, 4, 4) if num_rows <= 64 else Tiling(128, 64, 8, 3)
 
 
-def gated(x: Array, matrix: Array, activation: Activation, tiling: Tiling | None = None) -> Array:
+def gated(x: Array, matrix: Array, activation: Activation) -> Array:
     """x [T, D], gates and ups [F, 2, D] -> [T, F], the activation of the gates times the ups."""
-    tiling, width = tiling or tiling_for(len(x)), len(matrix)
+    tiling, width = tiling_for(len(x)), len(matrix)
     kernel = partial(
         _gated_kernel, rows=max(next_power(len(x)), MIN_DOT), tiling=tiling, activation=activation
     )

@@ -104,7 +104,7 @@ class QuantizedWords(GatedMatrix):
         return self.is_float and self.bits == 4
 
     def matmul(self, x: Array) -> Array:
-        if len(x) <= MAX_ROWS and x.dtype in MAGIC:
+        if _is_for_kernel(x):
             out = multiply(x, self)
         else:
             # Not before its turn: else all matrices could be expanded at once.
@@ -113,7 +113,7 @@ class QuantizedWords(GatedMatrix):
         return out.reshape(len(x), *self.outputs)
 
     def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
-        if self.fuses_gates and bias is None and len(x) <= MAX_ROWS and x.dtype in MAGIC:
+        if self.fuses_gates and bias is None and _is_for_kernel(x):
             tiling = tiling_for(len(x), self.num_outputs, self.num_blocks)
             if tiling.splits == 1 and self.num_outputs % COLUMNS == 0:
                 return multiply(x, self, tiling, activation)
@@ -232,6 +232,10 @@ def tiling_for(num_rows: int, num_outputs: int, num_blocks: int) -> Tiling:
     tiles = pl.cdiv(num_outputs, COLUMNS) * pl.cdiv(num_rows, rows)
     splits = min(next_power(pl.cdiv(wanted, tiles)), next_power(num_blocks + 1) // 2)
     return Tiling(rows, splits)
+
+
+def _is_for_kernel(x: Array) -> bool:
+    return len(x) <= MAX_ROWS and x.dtype in MAGIC
 
 
 def multiply(

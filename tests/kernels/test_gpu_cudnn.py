@@ -104,9 +104,11 @@ def test_exactly(
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("most", [3, 12])
 def test_padding_becomes_zero_and_sequences_without_rows_do_no_harm(
-    begun: list[int | None],
+    most: int, begun: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gpu, "MAX_CUDNN_CHUNKS", most)
     q, k, v, pages, batch = ragged([], [(20, 30), (0, 5)], num_padding=82, dtype=jnp.bfloat16)
     assert batch.max_chunks == 5
     options = Options(Mask(), 0.25, None)
