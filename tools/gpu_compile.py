@@ -39,6 +39,7 @@ from hex_llm.models.linear import Dense
 from hex_llm.models.params import Param, Weights
 from hex_llm.models.quantized import Float8
 from hex_llm.parallel.shardings import PAGES, make_mesh, sharding
+from tools.gpu_lowering import for_a_gpu
 from tools.gpu_models import GPUS, MODELS, STEPS, can_have, step_of
 from tools.tpu_models import LLAMA_70B
 
@@ -133,7 +134,7 @@ def compile_steps(gpu: str, names: list[str], folder: Path | None) -> int:
 
 
 def compiled_step(gpu: str, name: str, shape: StepShape, lies: Any) -> Any:
-    with gpu_launch.made_for(GPUS[gpu].capability):
+    with gpu_launch.made_for(GPUS[gpu].capability), for_a_gpu():
         function, *arguments = step_of(MODELS[name], shape)
         placed = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies))
         lowered = jax.jit(function, donate_argnums=(1, 2)).lower(*placed(arguments))

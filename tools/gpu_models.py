@@ -33,7 +33,7 @@ from tools.tpu_models import AWQ, GEMMA_2_9B, GEMMA_3_27B, MIXTRAL_8X7B
 QUANTIZED = {"awq": AWQ, "mxfp4": Form(4, group=32, is_float=True), **FORMS}
 BLOCK, MAX_LEN, MOST, NUM_BLOCKS = 32, 8192, 512, 1001
 ADAPTERS = (16, 16)  # slots, and ranks of each
-STEPS = [StepShape(n, n, 0) for n in (1, 8, 16, 64, 128, 256, 512)]
+STEPS = [StepShape(n, n, 0) for n in (1, 8, 40, 64, 128, 256, 512)]
 STEPS += [StepShape(64, 16, 2), StepShape(512, 64, 4), StepShape(2048, 64, 4), StepShape(8192, 64, 8)]
 
 

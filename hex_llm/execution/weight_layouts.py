@@ -70,7 +70,8 @@ def for_gpus(weights: Weights, is_alone: bool, can_gate: bool, hold: Change | No
     )
     if is_alone:
         for i, layer in enumerate(weights.layers):
-            weights.layers[i] = replace(layer, out=_rounding(layer.out), ffn=_ffn_alone(layer.ffn, can_gate))
+            qkv, out = _with_kernel(layer.qkv), _alone(layer.out)
+            weights.layers[i] = replace(layer, qkv=qkv, out=out, ffn=_ffn_alone(layer.ffn, can_gate))
     return weights
 
 
@@ -140,7 +141,7 @@ def _of_zeros(scales: Array) -> Array:
 
 
 def _ffn_alone(ffn: FeedForward, can_gate: bool) -> FeedForward:
-    gate_up, down = ffn.gate_up, _rounding(ffn.down)
+    gate_up, down = _with_kernel(ffn.gate_up), _alone(ffn.down)
     if isinstance(gate_up, Float8) and isinstance(down, Float8):
         gate_up = replace(gate_up, rounds_gated=can_gate)
     elif isinstance(gate_up, Dense | QuantizedWords) and ffn.router is None:
@@ -149,8 +150,13 @@ def _ffn_alone(ffn: FeedForward, can_gate: bool) -> FeedForward:
     return replace(ffn, gate_up=gate_up, down=down, shared=shared)
 
 
-def _rounding(matrix: Any) -> Any:
+def _alone(matrix: Any) -> Any:
+    matrix = _with_kernel(matrix)
     return replace(matrix, rounds_rows=True) if isinstance(matrix, Float8) else matrix
+
+
+def _with_kernel(matrix: Any) -> Any:
+    return replace(matrix, has_kernel=True) if isinstance(matrix, Dense | Float8) else matrix
 
 
 # ---- TPUs

@@ -1,10 +1,12 @@
-"""Gates and ups of some rows in 16 bits on an NVIDIA GPU, by a Pallas-Triton kernel that multiplies and makes
-of them what goes on. cuBLAS streams the matrix no faster, and leaves the activation to a kernel behind it.
+"""Products of some rows in 16 bits, or of codes of 8, on an NVIDIA GPU, by Pallas-Triton kernels.
+
+cuBLAS leaves the activation of gates and ups to a kernel behind it; and in a CUDA graph the GPU waits before
+and after its calls, which XLA records anew whenever an address has changed.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hex_llm.kernels import gpu_launch
+from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.gpu_launch import (
     HOPPER,
     MIN_DOT,
+    Place,
     both,
     capability,
     dot,
@@ -25,23 +29,124 @@ from hex_llm.kernels.gpu_launch import (
     launched,
     load_rows,
     next_power,
+    places,
+    read_place,
     read_tile,
 )
 
-ROWS = range(2, 129)  # of one XLA makes a reduction, of more cuBLAS is as fast
+SHORT = jnp.bfloat16, jnp.float16
+FEW_ROWS = range(2, 65)  # of one XLA makes a reduction
+FEW_CODES_ROWS = 16  # as many as fewer are filled up to (float8.py); of more cuBLAS is faster
+GATED_ROWS = range(2, 129)
 MIN_PROGRAMS = 120  # nearly one on each multiprocessor
+MIN_PARTS = 80  # programs of a product, likewise, which read further ahead
+MAX_SPLITS = 4
 
 
 class Tiling(NamedTuple):
-    outputs: int  # gates and ups of a program
+    outputs: int  # of a program
     depth: int  # inputs at a time
     warps: int
     stages: int
 
 
+FEW, FEW_CODES = Tiling(64, 128, 4, 6), Tiling(64, 256, 4, 5)
+COLUMNS, WARP_COLUMNS, MAX_WARPS = 4096, 256, 16  # of a row that is joined: at a time, of a warp
+
+
+def can_multiply(x: Array, matrix: Array) -> bool:
+    """Whether the kernel is for such rows [T, D] and a matrix [N, D]; on which GPUs, was measured."""
+    few = len(x) in FEW_ROWS if x.dtype in SHORT else len(x) == FEW_CODES_ROWS
+    if not few or x.dtype not in (*SHORT, jnp.float8_e4m3fn) or capability() != HOPPER:
+        return False
+    num_tiles, rest = divmod(len(matrix), FEW.outputs)
+    is_whole = rest == 0 and x.shape[1] % (MAX_SPLITS * _few_of(x).depth) == 0
+    return is_whole and num_tiles * MAX_SPLITS >= MIN_PARTS
+
+
+def _few_of(x: Array) -> Tiling:
+    return FEW if x.dtype in SHORT else FEW_CODES
+
+
+def num_splits(num_outputs: int) -> int:
+    """Programs that share the inputs, where there are few outputs."""
+    return next(n for n in (1, 2, MAX_SPLITS) if n * (num_outputs // FEW.outputs) >= MIN_PARTS)
+
+
+def product(x: Array, matrix: Array, dtype: Any, scales: tuple[Array, Array] | None = None) -> Array:
+    """x [T or more, D], matrix [N, D] -> [splits, T, N], to be summed: of several, in floats of 32 bits. If
+    there is one, it may be multiplied by `scales`, of rows [T] and of outputs [N]."""
+    splits, tiling, num_rows = num_splits(len(matrix)), _few_of(x), len(x if scales is None else scales[0])
+    kernel = partial(_product_kernel, rows=max(next_power(num_rows), MIN_DOT), tiling=tiling)
+    out = jax.ShapeDtypeStruct((splits, num_rows, len(matrix)), dtype if splits == 1 else jnp.float32)
+    call = launched(kernel, (len(matrix) // tiling.outputs, splits), out, tiling.warps, tiling.stages)
+    parts: Array = call(x, matrix, scales)
+    return parts
+
+
+def join(around: Array, parts: Array, norm: Norm) -> tuple[Array, Array]:
+    """Tokens [T, D] with a product [splits, T, D], and that as the norm leaves it."""
+    kernel = partial(_join_kernel, eps=norm.eps, offset=norm.offset)
+    warps = max(min(next_power(around.shape[1]) // WARP_COLUMNS, MAX_WARPS), 1)
+    call = launched(kernel, (len(around),), [around, around], warps, 1)
+    joined, normed = call(around, parts, norm.weight)
+    return joined, normed
+
+
+def _product_kernel(
+    x_ref: Any, matrix_ref: Any, scales: tuple[Any, Any] | None, out_ref: Any, *, rows: int, tiling: Tiling
+) -> None:
+    """The matrix is the first factor: it has whole tiles of rows for the tensor cores."""
+    splits, num_rows, _ = out_ref.shape
+    row, size, share = lax.iota(jnp.int32, rows), tiling.outputs, x_ref.shape[1] // splits
+    split = pl.program_id(1)
+    there = None if rows == num_rows else row < num_rows
+    given = there if len(x_ref) < rows else None  # codes are filled up with zeros
+    output = pl.program_id(0) * size + lax.iota(jnp.int32, size)
+
+    def add(i: Array, total: Array) -> Array:
+        deep = split * share + i * tiling.depth + lax.iota(jnp.int32, tiling.depth)
+        x = load_rows(x_ref, row, deep[None, :], given, None)
+        return total + dot(read_tile(matrix_ref, (), output, deep, None), x.T)
+
+    total = lax.fori_loop(0, share // tiling.depth, add, jnp.zeros((size, rows), jnp.float32)).T
+    if scales is not None:
+        of_rows, of_outputs = scales
+        total *= read_place(of_rows, (row, there))[:, None] * read_place(of_outputs, (output, None))[None, :]
+    out = total.astype(out_ref.dtype)
+    plgpu.store(out_ref.at[split, *index_grid(row, output[None, :])], out, mask=both(there, None, out.shape))
+
+
+def _join_kernel(
+    around_ref: Any,
+    parts_ref: Any,
+    weight_ref: Any,
+    out_ref: Any,
+    normed_ref: Any,
+    *,
+    eps: float,
+    offset: float,
+) -> None:
+    row, (_, width), dtype = pl.program_id(0), out_ref.shape, out_ref.dtype
+
+    def joined(place: Place) -> Array:
+        parts = [read_place(parts_ref, place, split, row) for split in range(len(parts_ref))]
+        both = [one.astype(jnp.float32) for one in (read_place(around_ref, place, row), *parts)]
+        return reduce(jnp.add, both).astype(dtype).astype(jnp.float32)
+
+    all_places = places(width, COLUMNS)
+    total = [joined(place) for place in all_places]
+    factor = lax.rsqrt(sum(jnp.sum(x * x) for x in total) / width + eps)
+    for x, place in zip(total, all_places, strict=True):
+        column, mask = place
+        weight = read_place(weight_ref, place).astype(jnp.float32) + offset
+        plgpu.store(out_ref.at[row, column], x.astype(dtype), mask=mask)
+        plgpu.store(normed_ref.at[row, column], (x * factor * weight).astype(dtype), mask=mask)
+
+
 def can_gate(x: Array, matrix: Array) -> bool:
-    """Whether the kernel is for such rows [T, D] and gates and ups [F, 2, D]; on which GPUs, was measured."""
-    if len(x) not in ROWS or x.dtype not in (jnp.bfloat16, jnp.float16) or capability() != HOPPER:
+    """Whether the kernel is for such rows [T, D] and gates and ups [F, 2, D]."""
+    if len(x) not in GATED_ROWS or x.dtype not in SHORT or capability() != HOPPER:
         return False
     tiling, num_outputs = tiling_for(len(x)), 2 * len(matrix)
     is_whole = num_outputs % tiling.outputs == 0 and x.shape[1] % tiling.depth == 0

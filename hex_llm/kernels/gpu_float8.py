@@ -20,13 +20,11 @@ from hex_llm.kernels import gpu_launch
 from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.float8 import FLOAT8_MAX, FLOAT8_ROWS, Rounded
-from hex_llm.kernels.gpu_launch import launched, next_power, quick
+from hex_llm.kernels.gpu_launch import Place, launched, next_power, places, quick, read_place
 
 MIN_FLOAT8 = 8.9  # of a GPU's compute capability
 COLUMNS, WARPS = 4096, 16  # read at a time; of a row that is so wide
 WARP_COLUMNS = COLUMNS // WARPS
-
-Place = tuple[Array, Array | None]  # columns, and which of them are there
 
 
 def can_round() -> bool:
@@ -54,8 +52,8 @@ def round_gated(
 def join_rows(
     around: Array, product: Array, row_scales: Array, scales: Array, bias: Array | None, norm: Norm
 ) -> tuple[Array, Rounded]:
-    """Tokens [T, D] with a product of codes [T or more, D], the scales of its rows [T, 1] and outputs [D],
-    and what is added to these [D]; and as the norm leaves them, rounded."""
+    """Tokens [T, D] with a product of codes, in parts [splits, T or more, D], the scales of its rows [T, 1]
+    and outputs [D], and what is added to these [D]; and as the norm leaves them, rounded."""
     kernel = partial(_join_kernel, eps=norm.eps, offset=norm.offset)
     call = _launched(kernel, len(around), around.shape[1], [around])
     joined, codes, row_scales = call(around, product, row_scales, scales, bias, norm.weight)
@@ -76,7 +74,11 @@ def _launched(kernel: Any, num_rows: int, width: int, others: Sequence[Array] = 
 
 def _row_kernel(x_ref: Any, codes_ref: Any, scales_ref: Any) -> None:
     source = _source(scales_ref)
-    _round([_read(x_ref, place, source) for place in _places(codes_ref)], codes_ref, scales_ref)
+    _round(
+        [read_place(x_ref, place, source) for place in places(codes_ref.shape[1], COLUMNS)],
+        codes_ref,
+        scales_ref,
+    )
 
 
 def _gated_kernel(
@@ -89,16 +91,16 @@ def _gated_kernel(
     *,
     activation: Activation,
 ) -> None:
-    source, places = _source(scales_ref), _places(codes_ref, COLUMNS // 2, 2)
+    source, all_places = _source(scales_ref), places(codes_ref.shape[1], COLUMNS // 2, 2)
 
     def gated(both: Array, place: Place) -> Array:
-        both = both.astype(jnp.float32) * row_scales_ref[source, 0] * _read(outputs_ref, place)
-        both = both if bias_ref is None else both + _read(bias_ref, place).astype(jnp.float32)
+        both = both.astype(jnp.float32) * row_scales_ref[source, 0] * read_place(outputs_ref, place)
+        both = both if bias_ref is None else both + read_place(bias_ref, place).astype(jnp.float32)
         gate, up = jnp.unstack(both.reshape(-1, 2), axis=1)
         return (quick(activation)(gate) * up).astype(x_ref.dtype)
 
-    held = [_read(x_ref, place, source) for place in places]
-    _round([gated(both, place) for both, place in zip(held, places, strict=True)], codes_ref, scales_ref)
+    held = [read_place(x_ref, place, source) for place in all_places]
+    _round([gated(both, place) for both, place in zip(held, all_places, strict=True)], codes_ref, scales_ref)
 
 
 def _join_kernel(
@@ -115,20 +117,21 @@ def _join_kernel(
     eps: float,
     offset: float,
 ) -> None:
-    source, places = _source(scales_ref), _places(codes_ref)
+    source, all_places = _source(scales_ref), places(codes_ref.shape[1], COLUMNS)
 
     def joined(place: Place) -> Array:
         """In the type of a product, as it would be without the kernel."""
-        added = _read(product_ref, place, source).astype(jnp.float32) * row_scales_ref[source, 0]
-        added *= _read(outputs_ref, place)
-        added = added if bias_ref is None else added + _read(bias_ref, place).astype(jnp.float32)
-        around = _read(around_ref, place, source).astype(jnp.float32)
+        parts = [read_place(product_ref, place, split, source) for split in range(len(product_ref))]
+        added = reduce(jnp.add, [part.astype(jnp.float32) for part in parts]) * row_scales_ref[source, 0]
+        added *= read_place(outputs_ref, place)
+        added = added if bias_ref is None else added + read_place(bias_ref, place).astype(jnp.float32)
+        around = read_place(around_ref, place, source).astype(jnp.float32)
         return (around + added).astype(out_ref.dtype).astype(jnp.float32)
 
-    total = [joined(place) for place in places]
+    total = [joined(place) for place in all_places]
     factor = lax.rsqrt(sum(jnp.sum(x * x) for x in total) / codes_ref.shape[1] + eps)
-    weights = [_read(weight_ref, place).astype(jnp.float32) + offset for place in places]
-    for x, (column, mask) in zip(total, places, strict=True):
+    weights = [read_place(weight_ref, place).astype(jnp.float32) + offset for place in all_places]
+    for x, (column, mask) in zip(total, all_places, strict=True):
         plgpu.store(out_ref.at[source, column], x.astype(out_ref.dtype), mask=mask)
     normed = [(x * factor * w).astype(out_ref.dtype) for x, w in zip(total, weights, strict=True)]
     _round(normed, codes_ref, scales_ref)
@@ -139,26 +142,12 @@ def _source(scales_ref: Any) -> Array:
     return jnp.minimum(pl.program_id(0), len(scales_ref) - 1)
 
 
-def _places(codes_ref: Any, most: int = COLUMNS, parts: int = 1) -> list[Place]:
-    """Columns in the order of memory, for so many codes at a time, each of which is made of `parts`."""
-    width = codes_ref.shape[1]
-    size = min(next_power(width), most)
-    columns = [parts * start + lax.iota(jnp.int32, parts * size) for start in range(0, width, size)]
-    is_whole = width % size == 0
-    return [(column, None if is_whole else column < parts * width) for column in columns]
-
-
-def _read(ref: Any, place: Place, *row: Array) -> Array:
-    column, mask = place
-    return plgpu.load(ref.at[(*row, column)], mask=mask, other=None if mask is None else 0)
-
-
 def _round(held: list[Array], codes_ref: Any, scales_ref: Any) -> None:
     sizes = [jnp.abs(x.astype(jnp.float32)) for x in held]
     # A GPU's maximum passes over what is no number.
     peak = jnp.max(reduce(jnp.maximum, [jnp.where(one < jnp.inf, one, jnp.inf) for one in sizes]))
     scale = jnp.where(peak < jnp.inf, jnp.where(peak == 0, 1, peak * (1 / FLOAT8_MAX)), jnp.nan)
-    for x, (column, mask) in zip(held, _places(codes_ref, len(held[0])), strict=True):
+    for x, (column, mask) in zip(held, places(codes_ref.shape[1], len(held[0])), strict=True):
         # Divided, as by XLA: multiplied by the inverse, what lies between two codes could go to the other.
         codes = (x.astype(jnp.float32) / scale).astype(codes_ref.dtype)
         plgpu.store(codes_ref.at[pl.program_id(0), column], codes, mask=mask)

@@ -23,6 +23,8 @@ HOPPER = 9.0  # what kernels were measured on
 # Compute capabilities whose programs can share 227 KiB; A100's 163, all others since then 99.
 LARGE_SHARED_MEMORY = (9.0, 10.0, 10.3)
 
+Place = tuple[Array, Array | None]  # columns, and which of them are there
+
 _made_for: float | None = None  # a compute capability
 
 
@@ -117,6 +119,20 @@ def read_tile(ref: Any, leading: tuple[Array, ...], row: Array, column: Array, i
     index = (*leading, *index_grid(row, column[None, :]))
     mask = both(None, inside, (len(row), len(column)))
     return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
+
+
+def places(width: int, most: int, parts: int = 1) -> list[Place]:
+    """A row's columns in the order of memory, for so many results at a time, each made of `parts`."""
+    size = min(next_power(width), most)
+    columns = [parts * start + lax.iota(jnp.int32, parts * size) for start in range(0, width, size)]
+    is_whole = width % size == 0
+    return [(column, None if is_whole else column < parts * width) for column in columns]
+
+
+def read_place(ref: Any, place: Place, *row: Any) -> Array:
+    """0 where a column is not there."""
+    column, mask = place
+    return plgpu.load(ref.at[(*row, column)], mask=mask, other=None if mask is None else 0)
 
 
 def index_grid(row: Array, column: Array) -> tuple[Array, Array]:

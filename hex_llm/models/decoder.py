@@ -17,7 +17,7 @@ from hex_llm.kernels.adapters import Norm, Pending
 from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages, Options, Projected
 from hex_llm.kernels.experts import Activation, ExpertKernels
 from hex_llm.models.adapters import Adapted
-from hex_llm.models.linear import Matrix, linear
+from hex_llm.models.linear import Dense, Matrix, linear
 from hex_llm.models.moe import moe
 from hex_llm.models.params import FeedForward, LayerWeights, Weights
 from hex_llm.models.quantized import Float8
@@ -201,6 +201,8 @@ def joined(
     norm = Norm(around.next_norm, spec.norm_eps, spec.norm_offset)
     if isinstance(weight, Float8) and weight.rounds_rows and around.rounds:
         return weight.join(x, h, bias, norm)
+    if isinstance(weight, Dense) and bias is None and (both := weight.join(x, h, norm)):
+        return both
     if not isinstance(weight, Adapted):
         return added(x, linear(h, weight, bias), around, spec)
     x, normed = weight.join(x, h, bias, norm)

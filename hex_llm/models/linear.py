@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from hex_llm.kernels import gpu_dense
+from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.experts import Activation
 
 FEW_ROWS = range(2, 65)
@@ -43,12 +44,24 @@ class Dense:
 
     array: Any  # a jax.Array; in the tree of declarations a Param
     num_outputs: int = field(default=1, metadata={"static": True})  # axes
-    fuses_gates: bool = field(default=False, metadata={"static": True})  # of some rows, by a kernel
+    # For some rows, on a GPU that is alone:
+    has_kernel: bool = field(default=False, metadata={"static": True})
+    fuses_gates: bool = field(default=False, metadata={"static": True})  # the kernel may, of gates and ups
 
     def matmul(self, x: jax.Array) -> jax.Array:
         """Axes are merged: XLA's CPU backend runs a product of matrices several times faster than one of
         tensors. An axis that is split over devices leads its group, so merging moves nothing between them."""
-        return _any_product(x, self._merged(x)).reshape(len(x), *self._outputs)
+        matrix = self._merged(x)
+        if self._is_few(x) and gpu_dense.num_splits(len(matrix)) == 1:
+            return gpu_dense.product(x, matrix, x.dtype).reshape(len(x), *self._outputs)
+        return _any_product(x, matrix).reshape(len(x), *self._outputs)
+
+    def join(self, around: jax.Array, x: jax.Array, norm: Norm) -> tuple[jax.Array, jax.Array] | None:
+        """`around` and the product, and that normed; None: not by a kernel."""
+        x = merged(x)
+        if not self._is_few(x):
+            return None
+        return gpu_dense.join(around, gpu_dense.product(x, self._merged(x), x.dtype), norm)
 
     def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
         def rows_first(weight: Dense, x: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -76,6 +89,9 @@ class Dense:
     @property
     def _outputs(self) -> tuple[int, ...]:
         return self.array.shape[: self.num_outputs]
+
+    def _is_few(self, x: jax.Array) -> bool:
+        return self.has_kernel and gpu_dense.can_multiply(x, self._merged(x))
 
     def _merged(self, x: jax.Array) -> jax.Array:
         return self.array.reshape(-1, x.shape[1])

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hex_llm.kernels import float8, gpu_float8
+from hex_llm.kernels import float8, gpu_dense, gpu_float8
 from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.codes import doubled_e2m1
 from hex_llm.kernels.experts import Activation, GatedMatrix
@@ -85,23 +85,29 @@ class Float8(GatedMatrix):
 
     codes: Any  # float8_e4m3fn
     scales: Any  # float32 [*outputs]
-    # By a kernel of our own (execution/weight_layouts.py): what is multiplied, where no norm gives it, and
-    # what tokens become with the product, where a matrix like this reads them next; and what becomes of gates
-    # and ups, where it is for one.
+    # By kernels of our own (execution/weight_layouts.py): products of some rows; what is multiplied, where no
+    # norm gives it, and what tokens become with the product, where a matrix like this reads them next; and
+    # what becomes of gates and ups, where it is for one.
+    has_kernel: bool = field(default=False, metadata={"static": True})
     rounds_rows: bool = field(default=False, metadata={"static": True})
     rounds_gated: bool = field(default=False, metadata={"static": True})
 
     def matmul(self, x: jax.Array | Rounded) -> jax.Array:
-        rows = self._rounded(x)
-        num, scales = len(rows.scales), self.scales.reshape(-1)
-        out = self._product(rows)[:num] * rows.scales * scales
-        return out.astype(rows.dtype).reshape(num, *self.scales.shape)
+        rows, scales = self._rounded(x), self.scales.reshape(-1)
+        num = len(rows.scales)
+        if self._is_few(rows) and gpu_dense.num_splits(len(scales)) == 1:
+            both = rows.scales[:, 0], scales
+            out = gpu_dense.product(rows.codes, self._merged(rows), rows.dtype, both)
+        else:
+            out = (self._product(rows).sum(axis=0)[:num] * rows.scales * scales).astype(rows.dtype)
+        return out.reshape(num, *self.scales.shape)
 
     def gated(self, x: jax.Array | Rounded, activation: Activation, bias: jax.Array | None = None) -> Any:
         if not self.rounds_gated:
             return super().gated(x, activation, bias)
         rows = self._rounded(x)
-        return gpu_float8.round_gated(self._product(rows), rows.scales, self.scales, bias, activation)
+        product = self._product(rows).sum(axis=0, dtype=rows.dtype)
+        return gpu_float8.round_gated(product, rows.scales, self.scales, bias, activation)
 
     def join(
         self, around: jax.Array, x: jax.Array | Rounded, bias: jax.Array | None, norm: Norm
@@ -118,11 +124,20 @@ class Float8(GatedMatrix):
         return gpu_float8.round_rows(x) if self.rounds_rows else float8.round_rows(x)
 
     def _product(self, rows: Rounded) -> jax.Array:
-        """[T or more, outputs], without scales."""
-        codes = self.codes.reshape(-1, rows.codes.shape[1])
+        """[splits, T or more, outputs], without scales."""
+        codes = self._merged(rows)
+        if self._is_few(rows):
+            return gpu_dense.product(rows.codes, codes, rows.dtype)
         return jax.lax.dot_general(
             rows.codes, codes, (((1,), (1,)), ((), ())), preferred_element_type=rows.dtype
-        )
+        )[None]
+
+    def _is_few(self, rows: Rounded) -> bool:
+        return self.has_kernel and gpu_dense.can_multiply(rows.codes, self._merged(rows))
+
+    def _merged(self, rows: Rounded) -> jax.Array:
+        codes: jax.Array = self.codes.reshape(-1, rows.codes.shape[1])
+        return codes
 
     def rows(self, which: jax.Array) -> jax.Array:
         codes = self.codes[which].astype(jnp.float32)

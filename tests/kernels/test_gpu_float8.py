@@ -93,7 +93,8 @@ def test_what_a_product_is_added_to(width: int, num_rows: int, dtype: Any, has_b
     around, product = normal(num_rows, width, dtype=dtype), normal(num_rows + 14, width, dtype=dtype) * 100
     row_scales, scales, bias = jnp.abs(normal(num_rows, 1)), jnp.abs(normal(width)) / 10, normal(width)
     norm = Norm(normal(width, dtype=dtype), 1e-5, 1.0)
-    given = around, product, row_scales, scales, bias.astype(dtype) if has_bias else None, norm.weight
+    parts = jnp.stack([product, product]) / 2 if has_bias else product[None]
+    given = around, parts, row_scales, scales, bias.astype(dtype) if has_bias else None, norm.weight
     joined, rounded = jax.jit(
         lambda *given: gpu_float8.join_rows(*given[:-1], norm._replace(weight=given[-1]))
     )(*given)
@@ -124,7 +125,7 @@ def test_rows_that_are_no_numbers_reach_nobody_else(bad: float) -> None:
 
     def joined(x: jax.Array) -> Rounded:
         norm = Norm(jnp.ones(x.shape[1]), 1e-5, 0.0)
-        return gpu_float8.join_rows(x, x, ones, jnp.ones(x.shape[1]), None, norm)[1]
+        return gpu_float8.join_rows(x, x[None], ones, jnp.ones(x.shape[1]), None, norm)[1]
 
     gated = partial(gpu_float8.round_gated, row_scales=ones, scales=scales, bias=None, activation=jax.nn.silu)
     for make in (gpu_float8.round_rows, gated, joined):
@@ -143,7 +144,7 @@ def test_lowers_for_gpus(width: int, dtype: Any) -> None:
         given = x, ones, scales, bias
         text = lowered_for_gpus(lambda *given: gpu_float8.round_gated(*given, jax.nn.silu).codes, *given)
         assert "triton" in text
-        given = x[:20], x, ones, jnp.ones(2 * width), None if bias is None else bias.reshape(-1), x[0]
+        given = x[:20], x[None], ones, jnp.ones(2 * width), None if bias is None else bias.reshape(-1), x[0]
         text = lowered_for_gpus(
             lambda *one: gpu_float8.join_rows(*one[:-1], Norm(one[-1], 1e-5, 0.0))[0], *given
         )
