@@ -125,7 +125,11 @@ def adapt(weights: Weights, slots: Slots, which: jax.Array, kernels: AdapterKern
         name = jax.tree_util.keystr(path)
         own, behind = slots.get(name), slots.get(name.replace(".gate_up", ".down"))
         following = behind.down if name.endswith(".gate_up") and behind is not None else None
-        return node if own is None else Adapted(node, own, owners, kernels, following)
+        if own is None:
+            return node
+        # What ranks are made beside was measured with the products of cuBLAS.
+        base = replace(node, has_kernel=False) if isinstance(node, Dense) else node
+        return Adapted(base, own, owners, kernels, following)
 
     # An adapter of the head is none of the embedding that it may be tied to.
     separate = replace(weights, head=weights.lm_head)
