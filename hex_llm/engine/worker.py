@@ -9,6 +9,7 @@ progress bars know, and a thread tells. Another beats from the beginning to the 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import shutil
@@ -82,6 +83,7 @@ class WorkerProcess(ABC, Generic[T]):
         try:
             with self._telling("beat", BEAT_S, lambda: protocol.Beat(*self._pulse.look())):
                 loaded = self._load(load)
+                keep_all()
                 level = logging.ERROR
                 self.work(loaded)
         except Exception as error:
@@ -277,6 +279,13 @@ def shown_progress() -> str:
     except RuntimeError:  # a bar came or went meanwhile
         return ""
     return "; ".join(f"{(bar.desc or 'fetching').rstrip(': ')} {bar.n}/{bar.total}" for bar in bars)
+
+
+def keep_all() -> None:
+    """What was made so far stays: looking for garbage in it again and again would hold up every stream."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # a step may make thousands of objects
 
 
 def end_without_host() -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hex_llm.config import EngineConfig
-from hex_llm.engine.worker import continue_without_parent
+from hex_llm.engine.worker import continue_without_parent, keep_all
 from hex_llm.frontend.client import EngineClient
 from hex_llm.launch import local
 from hex_llm.launch.fronts import (
@@ -53,7 +53,7 @@ class Follower(EngineClient):
                     self.router.take_in(keys)
             if self.ready and not self.heard.is_set():
                 self.heard.set()
-                local.keep_all()
+                keep_all()
         shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(1)
 

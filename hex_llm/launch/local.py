@@ -7,7 +7,6 @@ answers 503 again while running requests finish; a second signal does not wait f
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ import uvicorn
 
 from hex_llm.cluster import located, parts_of
 from hex_llm.config import EngineConfig, ServerConfig
+from hex_llm.engine.worker import keep_all
 from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
 from hex_llm.frontend.client import EngineClient
 from hex_llm.frontend.devices import variables_of
@@ -227,13 +227,6 @@ async def start(engine: EngineClient, server: Server, config: ServerConfig, list
         raise
     keep_all()
     print(banner(engine, config, address), flush=True)
-
-
-def keep_all() -> None:
-    """What was made so far stays: looking for garbage in it again and again would hold up every stream."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # a step may make thousands of objects
 
 
 class Server(uvicorn.Server):

@@ -115,6 +115,18 @@ def test_requests_are_served_and_the_worker_ends(worker: Running) -> None:
     assert worker.process.wait(10) == 0
 
 
+# An engine that tells how many objects are never looked at again.
+KEEPING = (
+    "type('_', (FakeEngine,), {'memory': property(lambda _: str(__import__('gc').get_freeze_count()))})()"
+)
+
+
+@pytest.mark.parametrize("worker", [KEEPING], indirect=True)
+def test_what_was_loaded_is_not_searched_for_garbage(worker: Running) -> None:
+    """Between steps that would take as long as many of them."""
+    assert int(worker.next().memory) > 10_000
+
+
 @pytest.mark.parametrize("worker", ["FakeEngine(step_s=0.05)"], indirect=True)
 def test_each_step_is_one_message(worker: Running) -> None:
     worker.next()
