@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +157,7 @@ class LLM:
         try:
             for collector in collectors:
                 self.engine.add(for_engine(collector.request))
-            with tqdm(total=len(collectors), desc="Prompts", disable=not use_tqdm) as bar:
+            with kept(), tqdm(total=len(collectors), desc="Prompts", disable=not use_tqdm) as bar:
                 while self.engine.has_work:
                     bar.update(sum(self._take(by_id[u.request_id], u) for u in self.engine.step()))
         finally:  # an error, or the user's Ctrl-C, must not leave requests to the next call
@@ -176,3 +179,17 @@ class LLM:
         if self.tokenizer is None:
             raise ConfigError("skip_tokenizer_init=True: give prompt_token_ids instead of texts")
         return self.tokenizer
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """What was made before is not searched for garbage meanwhile, which would hold up steps. A caller who
+    keeps it for ever is left alone."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,26 @@ def test_wrong_calls(llm: LLM) -> None:
         llm.generate(prompt_token_ids=[[1], [2]], priority=[0])
     with pytest.raises(ConfigError, match="did you mean"):
         LLM(max_modle_len=3)
+
+
+def test_nothing_that_was_there_is_searched_for_garbage_meanwhile(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, step = [], llm.engine.step
+
+    def counted() -> Any:
+        counts.append(gc.get_freeze_count())
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", counted)
+    gc.unfreeze()
+    llm.generate(prompt_token_ids=[[5, 6]], sampling_params=SamplingParams(max_tokens=2))
+    assert min(counts) > 10_000
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    llm.generate(prompt_token_ids=[[5, 6]], sampling_params=SamplingParams(max_tokens=2))
+    assert gc.get_freeze_count() > 10_000, "the caller's own"
+    gc.unfreeze()
 
 
 def test_numpy_ids(llm: LLM) -> None:
