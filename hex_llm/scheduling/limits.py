@@ -43,7 +43,9 @@ DEFAULTS = {
     "gpu": Defaults(256, 32, max_tokens=4096, target_step_ms=100),
     "tpu": Defaults(256, 8, max_tokens=4096, target_step_ms=70),
 }
-LARGE_GPU = Defaults(1024, 32, max_tokens=8192, target_step_ms=100)
+# A long prompt's step is so long, and others wait for it; longer ones are full, since nobody decodes.
+LARGE_STEPS: Grid = ((256, 4), (1024, 8), (2048, 4), (4096, 8), (math.inf, 2))
+LARGE_GPU = Defaults(1024, 32, max_tokens=8192, target_step_ms=100, grid=LARGE_STEPS)
 
 
 @dataclass(frozen=True)
