@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from hex_llm.flag_fields import MAX_INT
 from hex_llm.flags import engine_config_from_kwargs
 from hex_llm.frontend.outputs import OutputCollector, for_engine, raise_failure
 from hex_llm.frontend.pooling import check_dimensions, embedding, pooling_params
+from hex_llm.heap import kept
 from hex_llm.sampling_params import SamplingParams
 from hex_llm.text.chat import encode_chat
 from hex_llm.text.tokenizer import Tokenizer
@@ -179,17 +177,3 @@ class LLM:
         if self.tokenizer is None:
             raise ConfigError("skip_tokenizer_init=True: give prompt_token_ids instead of texts")
         return self.tokenizer
-
-
-@contextmanager
-def kept() -> Iterator[None]:
-    """What was made before is not searched for garbage meanwhile, which would hold up steps. A caller who
-    keeps it for ever is left alone."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -21,6 +21,7 @@ from hex_llm.bench.client import Refused, Server, allow_files
 from hex_llm.bench.datasets import NEED_TEXT, Sample, Source, make_samples
 from hex_llm.bench.tokenizers import SMALLEST_VOCABULARY, find_tokenizer
 from hex_llm.errors import HexError
+from hex_llm.heap import kept
 
 try:
     import uvloop as loops
@@ -109,10 +110,9 @@ class Load:
             warmups = [samples[0]] * args.num_warmups
             runner.run(self._send(server, warmups, [0.0] * len(warmups), "warmup-"))
             gc.collect()
-            gc.freeze()  # prompts are many objects, and a collection would hold all streams up
             before = server.counters()
-            replies, duration = runner.run(self._send(server, samples, times))
-        gc.unfreeze()
+            with kept():  # prompts are many objects
+                replies, duration = runner.run(self._send(server, samples, times))
         facts = results.server_side(before, server.counters())
         if not any(reply.success for reply in replies):
             raise HexError(f"all {len(replies)} requests failed; the first: {replies[0].error}")

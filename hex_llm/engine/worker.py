@@ -9,7 +9,6 @@ progress bars know, and a thread tells. Another beats from the beginning to the 
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import shutil
@@ -29,6 +28,7 @@ from tqdm import tqdm
 from hex_llm.config import EngineConfig
 from hex_llm.engine.groups import start_groups
 from hex_llm.errors import EngineStopped, HexError, InvalidRequest
+from hex_llm.heap import keep_all
 from hex_llm.ipc import protocol
 from hex_llm.ipc.protocol import Command, Progress, Report
 from hex_llm.ipc.pulse import BEAT_S, Pulse
@@ -279,13 +279,6 @@ def shown_progress() -> str:
     except RuntimeError:  # a bar came or went meanwhile
         return ""
     return "; ".join(f"{(bar.desc or 'fetching').rstrip(': ')} {bar.n}/{bar.total}" for bar in bars)
-
-
-def keep_all() -> None:
-    """What was made so far stays: looking for garbage in it again and again would hold up every stream."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # a step may make thousands of objects
 
 
 def end_without_host() -> None:

@@ -29,12 +29,25 @@ from hex_llm.kernels.gpu_adapter_tiles import (
     tiles_for,
     tiles_of_many,
 )
-from hex_llm.kernels.gpu_launch import MIN_DOT, dot, index_grid, launched, next_power, quick, read_tile
+from hex_llm.kernels.gpu_launch import (
+    MIN_DOT,
+    ROW_WARPS,
+    Place,
+    dot,
+    index_grid,
+    launched,
+    next_power,
+    places,
+    quick,
+    read_place,
+    read_tile,
+    store_joined,
+    store_row,
+)
 
 MANY_OUTPUTS = 8192  # so many are read once for all rows
 MIN_SPLIT = 512  # the fewest inputs that are worth a program
 SPREAD_DEPTH = 64  # ranks of all slots at a time
-JOIN_COLUMNS, JOIN_WARPS = 4096, 16  # at a time; of a row
 
 
 class Ranking(NamedTuple):
@@ -112,7 +125,7 @@ def join_adapters(
         return add_in_tiles(around, ranks_of_rows(x, down, owners), up, Fused(), owners)[0] + out, None
     base, ranks = around + out, ranks_of_rows(x, down, owners, ranking_beside(num_rows, out.shape[1]))
     kernel = partial(_join_kernel, eps=norm.eps, offset=norm.offset)
-    call = launched(kernel, (num_rows,), [base, base], JOIN_WARPS, 1, {0: 0})
+    call = launched(kernel, (num_rows,), [base, base], ROW_WARPS, 1, {0: 0})
     joined, normed = call(base, ranks, up, owners.which, norm.weight)
     return joined, normed
 
@@ -221,23 +234,20 @@ def _join_kernel(
 ) -> None:
     """A row, all of which its norm must know."""
     row, width = pl.program_id(0), out_ref.shape[1]
-    size = min(next_power(width), JOIN_COLUMNS)
-    is_whole = width % size == 0
-    columns = [first + lax.iota(jnp.int32, size) for first in range(0, width, size)]
-    inside = [None if is_whole else column < width for column in columns]
-    # What is not there is read from somewhere else instead, and not stored.
-    source = [column if is_whole else jnp.minimum(column, width - 1) for column in columns]
+    all_places = places(width)
     add = row_adder(ranks_ref, up_ref, which_ref, row, jnp.int32(0))
-    base = [plgpu.load(base_ref.at[row, column]).astype(jnp.float32) for column in source]
-    weights = [plgpu.load(weight_ref.at[column]).astype(jnp.float32) for column in source]
-    total = [(x + add(column)).astype(out_ref.dtype) for x, column in zip(base, source, strict=True)]
-    squares = [jnp.square(x.astype(jnp.float32)) for x in total]
-    squares = [x if i is None else jnp.where(i, x, 0) for x, i in zip(squares, inside, strict=True)]
-    factor = lax.rsqrt(sum(map(jnp.sum, squares)) / width + eps)
-    for column, mask, x, weight in zip(columns, inside, total, weights, strict=True):
-        normed = x.astype(jnp.float32) * factor * (weight + offset)
-        plgpu.store(out_ref.at[row, column], x, mask=mask)
-        plgpu.store(normed_ref.at[row, column], normed.astype(normed_ref.dtype), mask=mask)
+
+    def joined(place: Place) -> Array:
+        base, (column, mask) = read_place(base_ref, place, row).astype(jnp.float32), place
+        if mask is not None:  # what is added there is read from somewhere else instead
+            total = jnp.where(mask, base + add(jnp.minimum(column, width - 1)), 0)
+        else:
+            total = base + add(column)
+        return total.astype(out_ref.dtype).astype(jnp.float32)
+
+    total = [joined(place) for place in all_places]
+    normed = store_joined(total, row, all_places, weight_ref, out_ref, eps, offset)
+    store_row(normed_ref, row, all_places, normed)
 
 
 def _row_kernel(

@@ -32,6 +32,9 @@ from hex_llm.kernels.gpu_launch import (
     places,
     read_place,
     read_tile,
+    row_warps,
+    store_joined,
+    store_row,
 )
 
 SHORT = jnp.bfloat16, jnp.float16
@@ -51,7 +54,6 @@ class Tiling(NamedTuple):
 
 
 FEW, FEW_CODES = Tiling(64, 128, 4, 6), Tiling(64, 256, 4, 5)
-COLUMNS, WARP_COLUMNS, MAX_WARPS = 4096, 256, 16  # of a row that is joined: at a time, of a warp
 
 
 def can_multiply(x: Array, matrix: Array) -> bool:
@@ -87,8 +89,7 @@ def product(x: Array, matrix: Array, dtype: Any, scales: tuple[Array, Array] | N
 def join(around: Array, parts: Array, norm: Norm) -> tuple[Array, Array]:
     """Tokens [T, D] with a product [splits, T, D], and that as the norm leaves it."""
     kernel = partial(_join_kernel, eps=norm.eps, offset=norm.offset)
-    warps = max(min(next_power(around.shape[1]) // WARP_COLUMNS, MAX_WARPS), 1)
-    call = launched(kernel, (len(around),), [around, around], warps, 1)
+    call = launched(kernel, (len(around),), [around, around], row_warps(around.shape[1]), 1)
     joined, normed = call(around, parts, norm.weight)
     return joined, normed
 
@@ -127,21 +128,16 @@ def _join_kernel(
     eps: float,
     offset: float,
 ) -> None:
-    row, (_, width), dtype = pl.program_id(0), out_ref.shape, out_ref.dtype
+    row, all_places = pl.program_id(0), places(out_ref.shape[1])
 
     def joined(place: Place) -> Array:
         parts = [read_place(parts_ref, place, split, row) for split in range(len(parts_ref))]
         both = [one.astype(jnp.float32) for one in (read_place(around_ref, place, row), *parts)]
-        return reduce(jnp.add, both).astype(dtype).astype(jnp.float32)
+        return reduce(jnp.add, both).astype(out_ref.dtype).astype(jnp.float32)
 
-    all_places = places(width, COLUMNS)
     total = [joined(place) for place in all_places]
-    factor = lax.rsqrt(sum(jnp.sum(x * x) for x in total) / width + eps)
-    for x, place in zip(total, all_places, strict=True):
-        column, mask = place
-        weight = read_place(weight_ref, place).astype(jnp.float32) + offset
-        plgpu.store(out_ref.at[row, column], x.astype(dtype), mask=mask)
-        plgpu.store(normed_ref.at[row, column], (x * factor * weight).astype(dtype), mask=mask)
+    normed = store_joined(total, row, all_places, weight_ref, out_ref, eps, offset)
+    store_row(normed_ref, row, all_places, normed)
 
 
 def can_gate(x: Array, matrix: Array) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -20,11 +20,18 @@ from hex_llm.kernels import gpu_launch
 from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.float8 import FLOAT8_MAX, FLOAT8_ROWS, Rounded
-from hex_llm.kernels.gpu_launch import Place, launched, next_power, places, quick, read_place
+from hex_llm.kernels.gpu_launch import (
+    ROW_COLUMNS,
+    Place,
+    launched,
+    places,
+    quick,
+    read_place,
+    row_warps,
+    store_joined,
+)
 
 MIN_FLOAT8 = 8.9  # of a GPU's compute capability
-COLUMNS, WARPS = 4096, 16  # read at a time; of a row that is so wide
-WARP_COLUMNS = COLUMNS // WARPS
 
 
 def can_round() -> bool:
@@ -68,17 +75,13 @@ def _launched(kernel: Any, num_rows: int, width: int, others: Sequence[Array] = 
         jax.ShapeDtypeStruct((filled, width), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((num_rows, 1), jnp.float32),
     ]
-    warps = min(max(next_power(width) // WARP_COLUMNS, 1), WARPS)
-    return launched(kernel, (filled,), out, warps, 1)
+    return launched(kernel, (filled,), out, row_warps(width), 1)
 
 
 def _row_kernel(x_ref: Any, codes_ref: Any, scales_ref: Any) -> None:
     source = _source(scales_ref)
-    _round(
-        [read_place(x_ref, place, source) for place in places(codes_ref.shape[1], COLUMNS)],
-        codes_ref,
-        scales_ref,
-    )
+    held = [read_place(x_ref, place, source) for place in places(codes_ref.shape[1])]
+    _round(held, codes_ref, scales_ref)
 
 
 def _gated_kernel(
@@ -91,7 +94,7 @@ def _gated_kernel(
     *,
     activation: Activation,
 ) -> None:
-    source, all_places = _source(scales_ref), places(codes_ref.shape[1], COLUMNS // 2, 2)
+    source, all_places = _source(scales_ref), places(codes_ref.shape[1], ROW_COLUMNS // 2, 2)
 
     def gated(both: Array, place: Place) -> Array:
         both = both.astype(jnp.float32) * row_scales_ref[source, 0] * read_place(outputs_ref, place)
@@ -117,7 +120,7 @@ def _join_kernel(
     eps: float,
     offset: float,
 ) -> None:
-    source, all_places = _source(scales_ref), places(codes_ref.shape[1], COLUMNS)
+    source, all_places = _source(scales_ref), places(codes_ref.shape[1])
 
     def joined(place: Place) -> Array:
         """In the type of a product, as it would be without the kernel."""
@@ -129,11 +132,7 @@ def _join_kernel(
         return (around + added).astype(out_ref.dtype).astype(jnp.float32)
 
     total = [joined(place) for place in all_places]
-    factor = lax.rsqrt(sum(jnp.sum(x * x) for x in total) / codes_ref.shape[1] + eps)
-    weights = [read_place(weight_ref, place).astype(jnp.float32) + offset for place in all_places]
-    for x, (column, mask) in zip(total, all_places, strict=True):
-        plgpu.store(out_ref.at[source, column], x.astype(out_ref.dtype), mask=mask)
-    normed = [(x * factor * w).astype(out_ref.dtype) for x, w in zip(total, weights, strict=True)]
+    normed = store_joined(total, source, all_places, weight_ref, out_ref, eps, offset)
     _round(normed, codes_ref, scales_ref)
 
 

@@ -23,6 +23,8 @@ HOPPER = 9.0  # what kernels were measured on
 # Compute capabilities whose programs can share 227 KiB; A100's 163, all others since then 99.
 LARGE_SHARED_MEMORY = (9.0, 10.0, 10.3)
 
+ROW_COLUMNS, ROW_WARPS = 4096, 16  # read at a time; of a program that has a row so wide
+
 Place = tuple[Array, Array | None]  # columns, and which of them are there
 
 _made_for: float | None = None  # a compute capability
@@ -121,7 +123,12 @@ def read_tile(ref: Any, leading: tuple[Array, ...], row: Array, column: Array, i
     return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
 
 
-def places(width: int, most: int, parts: int = 1) -> list[Place]:
+def row_warps(width: int) -> int:
+    """Of a program that has a row."""
+    return min(max(next_power(width) // (ROW_COLUMNS // ROW_WARPS), 1), ROW_WARPS)
+
+
+def places(width: int, most: int = ROW_COLUMNS, parts: int = 1) -> list[Place]:
     """A row's columns in the order of memory, for so many results at a time, each made of `parts`."""
     size = min(next_power(width), most)
     columns = [parts * start + lax.iota(jnp.int32, parts * size) for start in range(0, width, size)]
@@ -133,6 +140,28 @@ def read_place(ref: Any, place: Place, *row: Any) -> Array:
     """0 where a column is not there."""
     column, mask = place
     return plgpu.load(ref.at[(*row, column)], mask=mask, other=None if mask is None else 0)
+
+
+def store_joined(
+    total: list[Array],
+    row: Array,
+    all_places: list[Place],
+    weight_ref: Any,
+    out_ref: Any,
+    eps: float,
+    offset: float,
+) -> list[Array]:
+    """Stores a row of tokens, given in float32 as rounded, 0 where a column is not there; gives that as the
+    norm leaves it, in their type."""
+    weights = [read_place(weight_ref, place).astype(jnp.float32) + offset for place in all_places]
+    factor = lax.rsqrt(sum(jnp.sum(x * x) for x in total) / out_ref.shape[1] + eps)
+    store_row(out_ref, row, all_places, [x.astype(out_ref.dtype) for x in total])
+    return [(x * factor * weight).astype(out_ref.dtype) for x, weight in zip(total, weights, strict=True)]
+
+
+def store_row(ref: Any, row: Array, all_places: list[Place], parts: list[Array]) -> None:
+    for (column, mask), part in zip(all_places, parts, strict=True):
+        plgpu.store(ref.at[row, column], part, mask=mask)
 
 
 def index_grid(row: Array, column: Array) -> tuple[Array, Array]:

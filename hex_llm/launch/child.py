@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from hex_llm.config import EngineConfig
-from hex_llm.engine.worker import continue_without_parent, keep_all
+from hex_llm.engine.worker import continue_without_parent
 from hex_llm.frontend.client import EngineClient
+from hex_llm.heap import keep_all
 from hex_llm.launch import local
 from hex_llm.launch.fronts import (
     ALIVE_S,

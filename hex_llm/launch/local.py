@@ -23,10 +23,10 @@ import uvicorn
 
 from hex_llm.cluster import located, parts_of
 from hex_llm.config import EngineConfig, ServerConfig
-from hex_llm.engine.worker import keep_all
 from hex_llm.errors import ConfigError, EngineStopped, HexError, ModelError
 from hex_llm.frontend.client import EngineClient
 from hex_llm.frontend.devices import variables_of
+from hex_llm.heap import keep_all
 from hex_llm.ipc.stats import EngineState
 from hex_llm.launch.connection import SEND_BUFFER, connection
 from hex_llm.launch.fronts import Fronts
