@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hex_llm.config import EngineConfig
 from hex_llm.kernels.attention import Batch
-from hex_llm.scheduling.limits import StepLimits
+from hex_llm.scheduling.limits import COARSE, UNIT, StepLimits, sizes
 from hex_llm.types import Chunk, StepPlan
 
 Ints = npt.NDArray[np.int32]
@@ -94,6 +94,9 @@ class Paddings:
         self.config, self.limits, self.max_len, self.max_single = config, limits, max_len, max_single
         self.max_chunks = padded(limits.max_prefill_seqs, config.prefill_seqs_padding or 1)
         self.table_width = padded(-(-max_len // config.block_size), config.decode_blocks_padding or 1)
+        # Of which logits are computed beside a step: that takes so little of it that few sizes will do.
+        coarse = sizes(limits.max_decode_seqs, UNIT, COARSE)
+        self.all_num_rows = limits.decode_sizes if config.decode_seqs_padding else coarse
 
     def shape(self, plan: StepPlan) -> StepShape:
         return self._shape(sum(chunk.num_tokens for chunk in plan.chunks), bool(plan.prefills))
@@ -105,11 +108,7 @@ class Paddings:
 
     def num_rows(self, num_rows: int) -> int:
         """Rows of which logits are computed, for so many."""
-        return _next(self.limits.decode_sizes, num_rows)
-
-    @property
-    def all_num_rows(self) -> Sequence[int]:
-        return self.limits.decode_sizes
+        return _next(self.all_num_rows, num_rows)
 
     @property
     def max_choices(self) -> int:

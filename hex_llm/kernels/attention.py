@@ -143,12 +143,23 @@ class Projected(NamedTuple):
     itself, and then turned by angles, if there are any, the first half of a head against the second. Keys and
     values are as decoder.contained has them."""
 
-    qkv: Array  # [T, K, G + 2, H]
+    qkv: Array  # [T, K, G + 2, H]; or of few tokens in parts [splits, T, K, G + 2, H], float32, to be summed
     norms: tuple[Array, Array] | None = None  # of queries and of keys, [H] each
     table: tuple[Array, Array] | None = None  # cos and sin [T, H / 2]
     eps: float = 0.0
     offset: float = 0.0  # is added to the weights of norms
     pending: Pending | None = None  # is added to qkv first
+    dtype: Any = None  # of parts' sum; None: they are whole
+
+    @property
+    def whole(self) -> jax.ShapeDtypeStruct:
+        """What qkv is, or its parts make."""
+        return jax.ShapeDtypeStruct(self.qkv.shape[-4:], self.dtype or self.qkv.dtype)
+
+    @property
+    def queries(self) -> jax.ShapeDtypeStruct:
+        *tokens, num_heads, head_dim = self.whole.shape
+        return jax.ShapeDtypeStruct((*tokens, num_heads - 2, head_dim), self.whole.dtype)
 
 
 class PagedAttention(Protocol):

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -50,7 +51,7 @@ def projected_attention(
     heads: Projected, pages: KVPages, batch: Batch, options: Options
 ) -> tuple[Array, KVPages]:
     """See kernels.attention.ProjectedAttention."""
-    keep = batch.max_chunks > 0 and cudnn_begins(heads.qkv[:, :, :-2], options)
+    keep = batch.max_chunks > 0 and cudnn_begins(heads.queries, options)
     q, kv, pages, semaphores = place_heads(heads, pages, batch.kv_slots, keep)
     return _attend(q, kv, Cache(pages, batch.tables, semaphores), batch, options), pages
 
@@ -100,7 +101,7 @@ def prefill(q: Array, kv: Sequence[Array] | None, batch: Batch, cache: Cache, op
     return attend(q, batch, items, cache, options, tiling, Begun(out, logs))
 
 
-def cudnn_begins(q: Array, options: Options) -> bool:
+def cudnn_begins(q: Array | jax.ShapeDtypeStruct, options: Options) -> bool:
     num_rows, num_kv_heads, group, head_dim = q.shape
     kind = (num_kv_heads, group, head_dim, options.mask.window)
     return (

@@ -66,6 +66,11 @@ def can_multiply(x: Array, matrix: Array) -> bool:
     return is_whole and num_tiles * MAX_SPLITS >= MIN_PARTS
 
 
+def can_join_row(x: Array) -> bool:
+    """Whether what XLA multiplies one row with is joined: it would norm a row in two kernels."""
+    return len(x) == 1 and x.dtype in SHORT and capability() == HOPPER
+
+
 def _few_of(x: Array) -> Tiling:
     return FEW if x.dtype in SHORT else FEW_CODES
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
     """What `place_heads` hands to a kernel, which sees refs in their places. What is None is not there."""
 
     slots: Any  # [T]
-    qkv: Any  # [T, K, G + 2, H]
+    qkv: Any  # [T, K, G + 2, H], or parts
     norms: Any  # of queries and of keys, [H]
     table: Any  # cos and sin [T, H / 2]
     pending: Any  # ranks, second factors [slots, outputs, ranks], and whose ranks rows have
@@ -58,6 +58,7 @@ class Program(NamedTuple):
     inputs: Inputs
     outputs: Outputs
     kv_head: Array
+    dtype: Any  # of the product
     eps: float
     offset: float
     write: Callable[..., None]
@@ -65,11 +66,11 @@ class Program(NamedTuple):
 
     @property
     def group(self) -> int:
-        return self.inputs.qkv.shape[2] - 2
+        return self.inputs.qkv.shape[-2] - 2
 
     @property
     def half(self) -> int:
-        return self.inputs.qkv.shape[3] // 2
+        return self.inputs.qkv.shape[-1] // 2
 
 
 class Tile(NamedTuple):
@@ -91,7 +92,7 @@ def place_heads(
 ) -> tuple[Any, Any, KVPages, Array]:
     """Queries [T, K, G, H], if there are any; keys and values [T, K, H], if they are kept; pages and
     semaphores, as those of `write_kv`."""
-    num_rows, num_kv_heads, num_heads, head_dim = heads.qkv.shape
+    num_rows, num_kv_heads, num_heads, head_dim = heads.whole.shape
     if isinstance(pages, QuantizedPages):
         held, *scales = pages.words, pages.scales
         write = partial(_write_quantized, block_size=pages.shape[1], dtype=pages.dtype)
@@ -100,7 +101,7 @@ def place_heads(
     arrays = [held.reshape(-1, math.prod(held.shape[2:])), *scales]
 
     def made(*num: int) -> Any:
-        return jax.ShapeDtypeStruct((num_rows, num_kv_heads, *num, head_dim), heads.qkv.dtype)
+        return jax.ShapeDtypeStruct((num_rows, num_kv_heads, *num, head_dim), heads.whole.dtype)
 
     semaphores = jax.ShapeDtypeStruct((num_rows, num_kv_heads), jnp.int32)
     is_few = num_rows <= FEW_ROWS
@@ -108,7 +109,8 @@ def place_heads(
     inputs = Inputs(slots, heads.qkv, heads.norms, heads.table, pending, arrays)
     first = len(jax.tree.leaves(inputs)) - len(arrays)
     aliases = {first + i: i for i in range(len(arrays))}
-    settings: Any = {"eps": heads.eps, "offset": heads.offset, "write": write, "starts": starts}
+    settings: Any = {"dtype": heads.whole.dtype, "eps": heads.eps, "offset": heads.offset}
+    settings |= {"write": write, "starts": starts}
     kernel = partial(_token_kernel if is_few else _tile_kernel, **settings)
     grid = num_kv_heads, num_rows if is_few else _num_tiles(num_rows, pending)  # in the order of memory
     q, kv = made(num_heads - 2) if num_heads > 2 else None, [made(), made()] if keep else None
@@ -151,9 +153,15 @@ def _token_kernel(inputs: Inputs, outputs: Outputs, **settings: Any) -> None:
         places = [(*index, column + start) for start in (0, half)]
         return [plgpu.load(ref.at[place], mask=mask, other=0).astype(jnp.float32) for place in places]
 
+    def product(head: Any, column: Array, mask: Array) -> Halves:
+        if inputs.qkv.ndim == 4:
+            return halves(inputs.qkv, (row, kv_head, head), column, mask)
+        parts = [halves(inputs.qkv, (i, row, kv_head, head), column, mask) for i in range(len(inputs.qkv))]
+        return _as_product(program, [reduce(jnp.add, half) for half in zip(*parts, strict=True)])
+
     # The key lies behind its queries, and is one of them until it is written.
-    qk = halves(inputs.qkv, (row, kv_head, at[0]), at[1], (head <= group)[:, None] & inside[None, :])
-    v = halves(inputs.qkv, (row, kv_head, group + 1), column, inside)
+    qk = product(at[0], at[1], (head <= group)[:, None] & inside[None, :])
+    v = product(group + 1, column, inside)
     if inputs.pending is not None:
         qk = _with_adapter(program, row, jnp.minimum(head, group), column, qk)
         v = _with_adapter(program, row, jnp.int32(group + 1), column, v)
@@ -265,7 +273,7 @@ def _module_of(program: Program, head: Array) -> Array:
 
 def _as_product(program: Program, sums: Halves) -> Halves:
     """In the type in which a product would have been."""
-    return [x.astype(program.inputs.qkv.dtype).astype(jnp.float32) for x in sums]
+    return [x.astype(program.dtype).astype(jnp.float32) for x in sums]
 
 
 def _normed(program: Program, parts: Halves, weights: Halves) -> Halves:
@@ -284,7 +292,7 @@ def _store_kv(
 ) -> None:
     """In pages, and by row if they are kept. Of one token, [C], or of some, [R, C]."""
     refs, half = program.outputs.kv, program.half
-    for i, both in enumerate(_contained(k, v, program.inputs.qkv.dtype)):
+    for i, both in enumerate(_contained(k, v, program.dtype)):
         which = 2 * program.kv_head + i
         program.write(slot, which, both, column, mask, half, *program.outputs.pages)
         if refs is not None:

@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
-from hex_llm.kernels import gpu_launch
+from hex_llm.kernels import gpu_dense, gpu_launch
+from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.codes import doubled_e2m1
 from hex_llm.kernels.experts import Activation, GatedMatrix
 from hex_llm.kernels.gpu_codes import (
@@ -118,6 +119,18 @@ class QuantizedWords(GatedMatrix):
             if tiling.splits == 1 and self.num_outputs % COLUMNS == 0:
                 return multiply(x, self, tiling, activation)
         return super().gated(x, activation, bias)
+
+    def parts(self, x: Array) -> Array | None:
+        """[splits, T, *outputs] to be summed, if there are several."""
+        tiling = tiling_for(len(x), self.num_outputs, self.num_blocks)
+        if not _is_for_kernel(x) or tiling.splits == 1:
+            return None
+        return multiplied(x, self, tiling).reshape(tiling.splits, len(x), *self.outputs)
+
+    def join(self, around: Array, x: Array, norm: Norm) -> tuple[Array, Array] | None:
+        """See models.linear.Dense.join."""
+        x = x.reshape(len(x), -1)
+        return gpu_dense.join(around, multiplied(x, self), norm) if _is_for_kernel(x) else None
 
     def rows(self, which: Array) -> Array:
         words = self._tiles()[which // TILE, :, which % TILE]
@@ -243,6 +256,14 @@ def multiply(
 ) -> Array:
     """x [T, K] times the matrix [N, K] -> [T, N]; or, of gates and ups, the activation of the gates times the
     ups [T, N / 2], where a program has all inputs of its outputs."""
+    parts = multiplied(x, matrix, tiling, activation)
+    return parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
+
+
+def multiplied(
+    x: Array, matrix: QuantizedWords, tiling: Tiling | None = None, activation: Activation | None = None
+) -> Array:
+    """The same in parts [splits, T, N], to be summed: of several, in floats of 32 bits."""
     num_outputs = matrix.num_outputs
     tiling = tiling or tiling_for(len(x), num_outputs, matrix.num_blocks)
     grid = (pl.cdiv(len(x), tiling.rows), pl.cdiv(num_outputs, COLUMNS), tiling.splits)
@@ -252,7 +273,7 @@ def multiply(
     kernel = partial(_multiply_kernel, matrix=matrix, tiling=tiling, activation=activation)
     call = launched(kernel, grid, out, WARPS, STAGES)
     parts: Array = call(x, matrix.words, matrix.scales)
-    return parts[0] if tiling.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
+    return parts
 
 
 def _multiply_kernel(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from hex_llm.kernels.adapters import Norm, Pending
 from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages, Options, Projected
 from hex_llm.kernels.experts import Activation, ExpertKernels
+from hex_llm.kernels.gpu_quantized import QuantizedWords
 from hex_llm.models.adapters import Adapted
 from hex_llm.models.linear import Dense, Matrix, linear
 from hex_llm.models.moe import moe
@@ -145,8 +146,8 @@ def attention(
     attend, attend_projected = attention_kernels
     if attend_projected and is_plain(layer, w, spec):
         norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-        qkv, pending = begun(normed, w.qkv, w.qkv_bias)
-        heads = Projected(qkv, norms, table, spec.norm_eps, spec.norm_offset, pending)
+        qkv, pending, dtype = begun(normed, w.qkv, w.qkv_bias)
+        heads = Projected(qkv, norms, table, spec.norm_eps, spec.norm_offset, pending, dtype)
         out, pages = attend_projected(heads, pages, batch, options)
     else:
         qkv = linear(normed, w.qkv, w.qkv_bias)  # [T, K, G+2, H]
@@ -201,7 +202,7 @@ def joined(
     norm = Norm(around.next_norm, spec.norm_eps, spec.norm_offset)
     if isinstance(weight, Float8) and weight.rounds_rows and around.rounds:
         return weight.join(x, h, bias, norm)
-    if isinstance(weight, Dense) and bias is None and (both := weight.join(x, h, norm)):
+    if isinstance(weight, Dense | QuantizedWords) and bias is None and (both := weight.join(x, h, norm)):
         return both
     if not isinstance(weight, Adapted):
         return added(x, linear(h, weight, bias), around, spec)
@@ -209,9 +210,13 @@ def joined(
     return x, rms_norm(x, around.next_norm, spec) if normed is None else normed
 
 
-def begun(x: Normed, weight: Matrix, bias: jax.Array | None) -> tuple[jax.Array, Pending | None]:
-    """A product, and what adapters have yet to add to it."""
-    return weight.begin(x, bias) if isinstance(weight, Adapted) else (linear(x, weight, bias), None)
+def begun(x: Normed, weight: Matrix, bias: jax.Array | None) -> tuple[jax.Array, Pending | None, Any]:
+    """A product, and what adapters have yet to add to it; or parts of it, and its type."""
+    if isinstance(weight, Adapted):
+        return *weight.begin(x, bias), None
+    if isinstance(weight, QuantizedWords) and bias is None and (parts := weight.parts(x)) is not None:
+        return parts, None, x.dtype
+    return linear(x, weight, bias), None, None
 
 
 def is_plain(layer: Layer, w: LayerWeights, spec: ModelSpec) -> bool:

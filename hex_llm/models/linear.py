@@ -59,9 +59,13 @@ class Dense:
     def join(self, around: jax.Array, x: jax.Array, norm: Norm) -> tuple[jax.Array, jax.Array] | None:
         """`around` and the product, and that normed; None: not by a kernel."""
         x = merged(x)
-        if not self._is_few(x):
+        if self._is_few(x):
+            parts = gpu_dense.product(x, self._merged(x), x.dtype)
+        elif self.has_kernel and gpu_dense.can_join_row(x):
+            parts = _row_product(x, self._merged(x))[None]
+        else:
             return None
-        return gpu_dense.join(around, gpu_dense.product(x, self._merged(x), x.dtype), norm)
+        return gpu_dense.join(around, parts, norm)
 
     def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
         def rows_first(weight: Dense, x: jax.Array, bias: jax.Array | None) -> jax.Array:

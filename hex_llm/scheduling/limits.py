@@ -45,7 +45,7 @@ DEFAULTS = {
 }
 # A long prompt's step is so long, and others wait for it; longer ones are full, since nobody decodes.
 LARGE_STEPS: Grid = ((256, 4), (1024, 8), (2048, 4), (4096, 8), (math.inf, 2))
-LARGE_GPU = Defaults(1024, 32, max_tokens=8192, target_step_ms=100, grid=LARGE_STEPS)
+LARGE_GPU = Defaults(1024, 32, max_tokens=8192, target_step_ms=80, grid=LARGE_STEPS)
 
 
 @dataclass(frozen=True)

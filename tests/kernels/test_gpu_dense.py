@@ -70,6 +70,21 @@ def test_what_a_product_is_added_to(width: int, splits: int, dtype: Any) -> None
     close(normed, decoder.normalize(whole, norm.eps) * (norm.weight.astype(jnp.float32) + 1))
 
 
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_a_matrix_joins(num_rows: int) -> None:
+    """One row as XLA multiplies it, some by the kernel."""
+    x, around = normal(num_rows, 8, 256), normal(num_rows, 64 * 20)
+    matrix = Dense(normal(64 * 20, 8, 256), has_kernel=True)
+    norm = Norm(normal(64 * 20), 1e-5, 0.0)
+    both = matrix.join(around, x, norm)
+    assert both is not None
+    whole = around.astype(jnp.float32) + linear(x, matrix.expanded(jnp.bfloat16)).astype(jnp.float32)
+    close(both[0], whole)
+    close(both[1], decoder.normalize(whole, norm.eps) * norm.weight.astype(jnp.float32))
+    assert matrix.join(around.astype(jnp.float32), x.astype(jnp.float32), norm) is None
+    assert Dense(matrix.array).join(around, x, norm) is None
+
+
 def test_which_products_it_is_for() -> None:
     x, matrix = normal(64, 2048), normal(64 * 20, 2048)
     assert gpu_dense.can_multiply(x, matrix)

@@ -95,6 +95,19 @@ def test_heads_are_made_and_written(form: str, group: int, head_dim: int, dtype:
     assert not np.asarray(semaphores).any()
 
 
+def test_heads_of_a_product_in_parts() -> None:
+    """They are summed, and rounded as the product would have been."""
+    heads = heads_of("normed and turned", 4, 64, jnp.bfloat16)
+    parts = jnp.asarray(np.random.default_rng(1).standard_normal((3, *heads.qkv.shape)), jnp.float32)
+    whole = heads._replace(qkv=parts.sum(axis=0).astype(jnp.bfloat16))
+    in_parts = heads._replace(qkv=parts, dtype=jnp.bfloat16)
+    pages = jnp.zeros((7, BLOCK, KV_HEADS, 2, 64), jnp.bfloat16)
+    got, wanted = (place_heads(one, pages, SLOTS, keep=True) for one in (in_parts, whole))
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_allclose(mine.astype(jnp.float32), theirs.astype(jnp.float32), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("few", [256, NUM_TOKENS - 1])
 def test_lowers_for_gpus(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_heads, "FEW_ROWS", few)

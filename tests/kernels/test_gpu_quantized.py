@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from hex_llm.kernels import gpu_quantized
+from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.gpu_quantized import MAX_ROWS, QuantizedWords, Tiling, multiply, tiling_for, to_words
+from hex_llm.models import decoder
 from tests.kernels.lowering import lowered_for_gpus
 
 Values = np.ndarray[Any, Any]
@@ -136,6 +138,28 @@ def test_gates() -> None:
     got = matrix.gated(x, jax.nn.relu, bias.astype(jnp.bfloat16))
     expected = np.maximum(gates, 0) * ups
     assert np.abs(got.astype(jnp.float32) - expected).max() <= 2e-2 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_what_reads_parts(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is added to tokens and normed, and heads, are not summed before."""
+    monkeypatch.setattr(gpu_quantized, "tiling_for", lambda *_: Tiling(16, splits))
+    matrix, weights = made(CASES["awq"]._replace(outputs=(6, 16), num_inputs=640))
+    x, around, norm = rows(3, 640, jnp.bfloat16), rows(3, 96, jnp.bfloat16), Norm(jnp.ones(96), 1e-5, 0.0)
+    both = matrix.join(around, x, norm)
+    assert both is not None
+    whole = np.asarray(around, np.float64) + np.asarray(x, np.float64) @ weights.T
+    for got, expected in zip(both, (whole, decoder.normalize(jnp.asarray(whole), 1e-5)), strict=True):
+        assert np.abs(got.astype(jnp.float32) - expected).max() <= 1e-2 * np.abs(expected).max()
+    parts = matrix.parts(x)
+    if splits == 1:
+        assert parts is None
+    else:
+        assert parts is not None
+        assert parts.shape == (splits, 3, 6, 16)
+        check(parts.sum(axis=0), x, weights, 5e-3)
+    assert matrix.join(around.astype(jnp.float32), x.astype(jnp.float32), norm) is None
+    assert matrix.parts(x.astype(jnp.float32)) is None
 
 
 @pytest.mark.parametrize("num_rows", [24, 32])
