@@ -54,6 +54,7 @@ MAX_ROWS = 256  # of the kernel; more are multiplied by XLA sooner, although it 
 MIN_TILE = 16  # rows of a program
 COLUMNS = 128  # of a program
 WARPS, STAGES = 4, 3
+MAX_PARTS = 8  # that who reads a product adds up; of few rows there are more, for too few readers
 TOGETHER = 2  # slabs of a product; a row that is alone goes faster through one at a time
 # A factor of e2m1 makes up for its exponent, and that it is not doubled, but for a power of two that sums are
 # multiplied by: so it is a bfloat16 for any scale from 2**-100 to 2**27.
@@ -121,16 +122,19 @@ class QuantizedWords(GatedMatrix):
         return super().gated(x, activation, bias)
 
     def parts(self, x: Array) -> Array | None:
-        """[splits, T, *outputs] to be summed, if there are several."""
+        """[splits, T, *outputs] to be summed, if there are several, and not too many for who reads them."""
         tiling = tiling_for(len(x), self.num_outputs, self.num_blocks)
-        if not _is_for_kernel(x) or tiling.splits == 1:
+        if not _is_for_kernel(x) or tiling.splits not in range(2, MAX_PARTS + 1):
             return None
         return multiplied(x, self, tiling).reshape(tiling.splits, len(x), *self.outputs)
 
     def join(self, around: Array, x: Array, norm: Norm) -> tuple[Array, Array] | None:
         """See models.linear.Dense.join."""
         x = x.reshape(len(x), -1)
-        return gpu_dense.join(around, multiplied(x, self), norm) if _is_for_kernel(x) else None
+        tiling = tiling_for(len(x), self.num_outputs, self.num_blocks)
+        if not _is_for_kernel(x) or tiling.splits > MAX_PARTS:
+            return None
+        return gpu_dense.join(around, multiplied(x, self, tiling), norm)
 
     def rows(self, which: Array) -> Array:
         words = self._tiles()[which // TILE, :, which % TILE]
