@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -26,6 +29,12 @@ LARGE_SHARED_MEMORY = (9.0, 10.0, 10.3)
 ROW_COLUMNS, ROW_WARPS = 4096, 16  # read at a time; of a program that has a row so wide
 
 Place = tuple[Array, Array | None]  # columns, and which of them are there
+
+# Where there is none, JAX's bindings look for it again at each operation of a kernel, which takes a third of
+# the time that a step is lowered in. There is nothing to be in it: operations are registered without.
+TRITON_DIALECT = "jaxlib.mlir.dialects.tt"
+if TRITON_DIALECT not in sys.modules and find_spec(TRITON_DIALECT) is None:
+    sys.modules[TRITON_DIALECT] = ModuleType(TRITON_DIALECT)
 
 _made_for: float | None = None  # a compute capability
 

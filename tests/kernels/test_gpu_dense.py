@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -189,3 +190,17 @@ def test_products_of_codes(num_rows: int) -> None:
         scale = float(jnp.abs(expected.astype(jnp.float32)).max())
         close(got.astype(jnp.float32) / scale, expected.astype(jnp.float32) / scale)
     assert np.mean(np.asarray(codes != codes_)) < 0.05, "a product is rounded before it is scaled"
+
+
+def test_nothing_is_looked_for_while_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each operation, that is: see gpu_launch.TRITON_DIALECT."""
+    looked_for = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> None:
+            looked_for.append(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    lowered_for_gpus(partial(gpu_dense.gated, activation=jax.nn.silu), *arrays(8))
+    assert gpu_launch.TRITON_DIALECT not in looked_for
