@@ -158,6 +158,7 @@ class Projected(NamedTuple):
 
     @property
     def queries(self) -> jax.ShapeDtypeStruct:
+        """[T, K, G, H]"""
         *tokens, num_heads, head_dim = self.whole.shape
         return jax.ShapeDtypeStruct((*tokens, num_heads - 2, head_dim), self.whole.dtype)
 
