@@ -105,6 +105,7 @@ def place_heads(
 
     semaphores = jax.ShapeDtypeStruct((num_rows, num_kv_heads), jnp.int32)
     is_few = num_rows <= FEW_ROWS
+    assert is_few or heads.dtype is None, "parts are added up token by token"
     pending, starts = _pending_of(heads, is_few)
     inputs = Inputs(slots, heads.qkv, heads.norms, heads.table, pending, arrays)
     first = len(jax.tree.leaves(inputs)) - len(arrays)

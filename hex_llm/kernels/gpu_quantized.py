@@ -116,25 +116,30 @@ class QuantizedWords(GatedMatrix):
 
     def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
         if self.fuses_gates and bias is None and _is_for_kernel(x):
-            tiling = tiling_for(len(x), self.num_outputs, self.num_blocks)
+            tiling = self.tiling(x)
             if tiling.splits == 1 and self.num_outputs % COLUMNS == 0:
                 return multiply(x, self, tiling, activation)
         return super().gated(x, activation, bias)
 
     def parts(self, x: Array) -> Array | None:
         """[splits, T, *outputs] to be summed, if there are several, and not too many for who reads them."""
-        tiling = tiling_for(len(x), self.num_outputs, self.num_blocks)
-        if not _is_for_kernel(x) or tiling.splits not in range(2, MAX_PARTS + 1):
+        if not self._leaves_parts(x) or self.tiling(x).splits == 1:
             return None
-        return multiplied(x, self, tiling).reshape(tiling.splits, len(x), *self.outputs)
+        parts = multiplied(x, self)
+        return parts.reshape(*parts.shape[:2], *self.outputs)
 
     def join(self, around: Array, x: Array, norm: Norm) -> tuple[Array, Array] | None:
         """See models.linear.Dense.join."""
         x = x.reshape(len(x), -1)
-        tiling = tiling_for(len(x), self.num_outputs, self.num_blocks)
-        if not _is_for_kernel(x) or tiling.splits > MAX_PARTS:
-            return None
-        return gpu_dense.join(around, multiplied(x, self, tiling), norm)
+        return gpu_dense.join(around, multiplied(x, self), norm) if self._leaves_parts(x) else None
+
+    def _leaves_parts(self, x: Array) -> bool:
+        """Whether who reads the product had better add it up."""
+        return _is_for_kernel(x) and self.tiling(x).splits <= MAX_PARTS
+
+    def tiling(self, x: Array) -> Tiling:
+        """Of the product with x, by the kernel."""
+        return tiling_for(len(x), self.num_outputs, self.num_blocks)
 
     def rows(self, which: Array) -> Array:
         words = self._tiles()[which // TILE, :, which % TILE]
@@ -269,7 +274,7 @@ def multiplied(
 ) -> Array:
     """The same in parts [splits, T, N], to be summed: of several, in floats of 32 bits."""
     num_outputs = matrix.num_outputs
-    tiling = tiling or tiling_for(len(x), num_outputs, matrix.num_blocks)
+    tiling = tiling or matrix.tiling(x)
     grid = (pl.cdiv(len(x), tiling.rows), pl.cdiv(num_outputs, COLUMNS), tiling.splits)
     dtype = x.dtype if tiling.splits == 1 else jnp.float32
     width = num_outputs if activation is None else num_outputs // 2

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hex_llm.config import EngineConfig
-from hex_llm.execution.batch import Paddings, StepShape, pack, parts_of
+from hex_llm.execution.batch import Paddings, StepShape, num_choices, pack, parts_of
 from hex_llm.scheduling.limits import STEPS, UNIT, StepLimits, sizes
 from hex_llm.types import Chunk, StepPlan
 
@@ -65,6 +65,8 @@ def test_no_step_leaves_the_set(
     limits = StepLimits.of(config, max_len, "cpu", None)
     paddings = Paddings(config, limits, max_len, max_single)
     shapes = set(paddings.all_shapes())
+    chosen_for = {num_choices(n) for n in paddings.all_num_rows}
+    assert {num_choices(shape.num_rows) for shape in shapes if shape.gives_logits} <= chosen_for
 
     def check(plan: StepPlan) -> None:
         shape, num_tokens = paddings.shape(plan), sum(chunk.num_tokens for chunk in plan.chunks)

@@ -30,6 +30,7 @@ def test_what_is_not_given_is_chosen_for_the_platform() -> None:
     assert not of("cpu", enable_chunked_prefill=False).chunked
     assert of("cpu", enable_chunked_prefill=False, max_prefill_seqs=2).max_tokens == 2 * 4096
     assert of("tpu", target_step_ms=7).target_s == 0.007
+    assert (of("gpu", 100).target_s, of("gpu", 10).target_s) == (0.08, 0.1)
     assert of("cpu", max_decode_seqs=2000).max_tokens > 2000, "decodes leave room for prompts"
     with pytest.raises(ConfigError, match="max_num_batched_tokens=8: must be at least"):
         of("cpu", max_num_batched_tokens=8, max_decode_seqs=9)
