@@ -249,7 +249,7 @@ class EngineConfig:
         None,
         "The milliseconds that a step shall take at most while someone decodes: as many tokens of prompts "
         "are taken in as that allows. It needs the warm-up, which measures steps, and chunked prefill.",
-        unset="80 on GPUs with 40 GiB free after the weights, 100 on smaller ones, 70 on TPUs, 200 on CPUs",
+        unset="77 on GPUs with 40 GiB free after the weights, 100 on smaller ones, 70 on TPUs, 200 on CPUs",
     )
     async_scheduling: bool = engine_flag(True, "Prepare and send off the next step while one runs.")
     max_concurrent_requests: int | None = engine_flag(

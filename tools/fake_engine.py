@@ -125,12 +125,13 @@ class FakeEngine:
         max_requests: int = 1000,
         is_compiling: bool = False,
         max_sequences: int = LIMITS.max_sequences,
+        patience_s: float = 0.0,
     ) -> None:
         self.limits = replace(LIMITS, max_sequences=max_sequences)
         self.num_steps = 0
         self.is_compiling = is_compiling
         self._journal = journal
-        self._step_s = step_s
+        self._step_s, self._pause_s, self._stepped = step_s, patience_s, 0.0
         self._max_requests = max_requests
         self._open: dict[tuple[str, int], list[Update]] = {}
         self._ends: list[Update] = []
@@ -139,6 +140,10 @@ class FakeEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._open or self._ends)
+
+    @property
+    def patience_s(self) -> float:
+        return self._stepped + self._pause_s - time.perf_counter()
 
     @property
     def stats(self) -> Stats:
@@ -192,6 +197,7 @@ class FakeEngine:
                 time.sleep(3600)
         if not self.has_work:
             self._note("idle")
+        self._stepped = time.perf_counter()
         return updates
 
     def _end(self, key: tuple[str, int], reason: FinishReason) -> None:

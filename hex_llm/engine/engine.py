@@ -39,6 +39,10 @@ from hex_llm.types import Chunk, Pooling, Request, StepPlan, TokenLogprobs, Upda
 
 Watched = zmq.Socket[bytes] | int  # a socket, or a file by its number
 MIN_WAITED_S = 2e-4  # for a step; if it is waited for less, the host may have come too late
+# Behind a step with prompts the next is scheduled late, so that who comes meanwhile is in it: so much before
+# the end that is forecast, of which a share is believed. Being too late, or not, multiplies it by these.
+LEAD_S = 0.005
+LATE, IN_TIME = 0.95, 1.001
 
 
 class Engine:
@@ -134,6 +138,11 @@ class Engine:
         return any(one.runner.is_compiling for one in self.stepper.steppers)
 
     @property
+    def patience_s(self) -> float:
+        """So long `step` had better wait for news."""
+        return self.stepper.patience_s
+
+    @property
     def num_steps(self) -> int:
         return self.stepper.num_steps
 
@@ -178,6 +187,10 @@ class Stepping(Protocol):
     def is_in_flight(self) -> bool:
         """A step was sent off and not read yet."""
 
+    @property
+    def patience_s(self) -> float:
+        """So long the next step had better not be scheduled yet."""
+
     def tend(self, book: RequestBook) -> None: ...
 
     @property
@@ -209,10 +222,15 @@ class Stepper:
         self._step = Stats()  # what the present step has noted so far
         # Since then the devices do the oldest step in flight, and it alone.
         self._busy_since: float | None = None
+        # Until when the next one is not scheduled, if that has prompts; and the share of forecasts.
+        self._patient_until: float | None = None
+        self._share = 1.0
 
     def step(self, book: RequestBook) -> bool:
         """Sends the next step off and reads the one before it; False: there was nothing to do."""
         sent = self.send_next(book)
+        if self._patient_until is not None:
+            self._share = min(self._share * (LATE if self.can_read else IN_TIME), 1.0)
         if len(self._in_flight) > (self.config.async_scheduling if sent else 0):
             self.read_next(book)
             return True
@@ -225,6 +243,13 @@ class Stepper:
     @property
     def is_in_flight(self) -> bool:
         return bool(self._in_flight)
+
+    @property
+    def patience_s(self) -> float:
+        until = self._patient_until
+        if until is None or len(self._in_flight) != self.config.async_scheduling or self.can_read:
+            return 0.0
+        return until - time.perf_counter()
 
     def tend(self, book: RequestBook) -> None:
         """There is nothing elsewhere."""
@@ -247,7 +272,7 @@ class Stepper:
         while self._in_flight:
             self.scheduler.abandon(self._in_flight.popleft()[1])
         self.scheduler.pool.forget()
-        self._busy_since = None
+        self._busy_since = self._patient_until = None
 
     @property
     def can_send(self) -> bool:
@@ -318,6 +343,17 @@ class Stepper:
         if times is not None and self._busy_since is not None and waited:
             times.observe(step.plan, step.shape.num_tokens, now - self._busy_since)
         self._busy_since = now if self._in_flight and waited else None
+        self._note_begin(self._busy_since)
+
+    def _note_begin(self, began: float | None) -> None:
+        """Of the oldest step in flight, if it is known."""
+        times, self._patient_until = self.scheduler.times, None
+        if times is None or began is None:
+            return
+        step, _ = self._in_flight[0]
+        if step.plan.prefills:
+            seconds = times.expected(step.plan, step.shape.num_tokens)
+            self._patient_until = began + self._share * seconds - LEAD_S
 
     def _send_off(self, book: RequestBook, plan: StepPlan, sequences: list[Sequence]) -> None:
         """Who fails on the way is taken out of the step: it would compute from what its slot held before."""
@@ -330,6 +366,8 @@ class Stepper:
                 assert all(sequence.slot_is_written for sequence in sequences)
                 sent = self.runner.dispatch(plan)
             self._in_flight.append((sent, sequences))
+            if len(self._in_flight) == 1:
+                self._note_begin(time.perf_counter())
             self.num_steps += 1
             self._step.num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
             self._num_padding += sent.shape.num_tokens - self._step.num_tokens

@@ -89,6 +89,10 @@ class SeparateSteppers:
         return bool(self._moves) or any(one.is_in_flight for one in self.steppers)
 
     @property
+    def patience_s(self) -> float:
+        return 0.0  # each has its turn in `step`
+
+    @property
     def num_steps(self) -> int:
         return sum(one.num_steps for one in self.steppers)
 

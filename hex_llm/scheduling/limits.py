@@ -45,7 +45,7 @@ DEFAULTS = {
 }
 # A long prompt's step is so long, and others wait for it; longer ones are full, since nobody decodes.
 LARGE_STEPS: Grid = ((256, 4), (1024, 8), (2048, 4), (4096, 8), (math.inf, 2))
-LARGE_GPU = Defaults(1024, 32, max_tokens=8192, target_step_ms=80, grid=LARGE_STEPS)
+LARGE_GPU = Defaults(1024, 32, max_tokens=8192, target_step_ms=77, grid=LARGE_STEPS)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class StepTimes:
 
     def tokens_within(self, seconds: float, num_decode_keys: int = 0) -> int:
         """The most tokens of a step whose decodes see so many keys."""
-        seconds -= self._step_s + num_decode_keys * self._decode_key_s
+        seconds -= self._besides(num_decode_keys)
         i = bisect_right(self._seconds, seconds)
         if i == 0:
             return 0
@@ -158,16 +158,27 @@ class StepTimes:
     def prefill_seconds(self, num_tokens: int) -> float:
         return num_tokens * self._token_s
 
+    def decodes_seconds(self, num_decodes: int, num_keys: int) -> float:
+        """Of a step of so many decodes, or of one token, that see so many keys."""
+        return self.seconds(max(num_decodes, 1)) + self._besides(num_keys)
+
+    def expected(self, plan: StepPlan, num_tokens: int) -> float:
+        """Seconds of a step, padded to so many tokens."""
+        decode_keys, chunk_keys = _keys_seen(plan)
+        return self.seconds(num_tokens) + self._besides(decode_keys) + chunk_keys * self._chunk_key_s
+
     def observe(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
         """A step took so long, padded to so many tokens."""
-        decode_keys = sum(chunk.end for chunk in plan.decodes)
-        chunk_keys = sum(chunk.num_tokens * (chunk.position + chunk.end) // 2 for chunk in plan.prefills)
-        seen = np.array([1, decode_keys, chunk_keys]) / self.UNITS
+        seen = np.array([1, *_keys_seen(plan)]) / self.UNITS
         self._products = self.KEPT * self._products + np.outer(seen, seen)
         self._sums = self.KEPT * self._sums + seen * (seconds - self.seconds(num_tokens))
         fitted = np.linalg.solve(self._products + self.DOUBT, self._sums) / self.UNITS
         self._step_s, *rates = fitted.tolist()
         self._decode_key_s, self._chunk_key_s = (max(rate, 0.0) for rate in rates)
+
+    def _besides(self, num_decode_keys: int) -> float:
+        """What a step takes besides its tokens and the keys of its chunks."""
+        return self._step_s + num_decode_keys * self._decode_key_s
 
     @property
     def _token_s(self) -> float:
@@ -183,3 +194,10 @@ class StepTimes:
             return self._seconds[0]
         share = (num_tokens - self._sizes[i - 1]) / (self._sizes[i] - self._sizes[i - 1])
         return self._seconds[i - 1] + share * (self._seconds[i] - self._seconds[i - 1])
+
+
+def _keys_seen(plan: StepPlan) -> tuple[int, int]:
+    """By its decodes, and by the tokens of its chunks."""
+    return sum(chunk.end for chunk in plan.decodes), sum(
+        chunk.num_tokens * (chunk.position + chunk.end) // 2 for chunk in plan.prefills
+    )

@@ -37,6 +37,7 @@ PRIORITY_S = 10.0  # how much earlier a request counts as having come, for each 
 # A prompt counts as having come later by the time that it takes, so that short ones pass it, but by no more.
 MAX_PASSED_S = 5.0
 FIRST_TOKEN_WEIGHT = 32  # of a first token's delay, beside that of others
+STEP_WEIGHT = 2  # of one step more for those behind, beside an earlier first token
 MIN_PROMPT_TOKENS = 32  # that a step takes in, even if its decodes take all of the time
 
 
@@ -147,7 +148,7 @@ class Scheduler:
         if not prefills and self._grow():
             decodes = [(s, s.take_in(1)) for s in self.running if s.can_decode]
             if limits.chunked:
-                prefills = self._prefills(self._prompt_budget(decodes), len(decodes))
+                prefills = self._prefills(self._prompt_budget(decodes), decodes)
         self._in_flight += bool(decodes or prefills)
         plan = StepPlan(tuple(chunk for _, chunk in decodes), tuple(chunk for _, chunk in prefills))
         sequences = [sequence for sequence, _ in decodes + prefills]
@@ -275,7 +276,7 @@ class Scheduler:
         whole = sizes[max(bisect_right(sizes, within) - 1, 0)] if sizes else within
         return min(max(whole - len(decodes), MIN_PROMPT_TOKENS), most)
 
-    def _prefills(self, budget: float, num_decodes: int = 0) -> Rows:
+    def _prefills(self, budget: float, decodes: ListLike[tuple[Sequence, Chunk]] = ()) -> Rows:
         """Chunks of at most `budget` tokens together, of those that have begun and those that wait, in order.
         Beside decodes a token counts as many that cost as much at the beginning of a prompt."""
         taken: list[tuple[Sequence, int]] = []
@@ -283,9 +284,10 @@ class Scheduler:
         passed: list[tuple[float, int, Sequence]] = []
         admits = True
         while budget >= 1 and len(taken) < self.limits.max_prefill_seqs:
-            first = self._next_waiting() if admits and len(passed) < MAX_PASSED else None
-            if begun and (first is None or begun[0].order < first.order):
-                first = begun.popleft()
+            first, shared = self._next_waiting() if admits and len(passed) < MAX_PASSED else None, list[int]()
+            has_begun = bool(begun) and (first is None or begun[0].order < first.order)
+            if has_begun:
+                first = begun[0]
             elif first is None:
                 break
             else:
@@ -293,14 +295,43 @@ class Scheduler:
                 if first.is_held or more_is_coming:
                     passed.append(heapq.heappop(self._waiting))
                     continue
-                if not self._admit(first, shared):
-                    admits = False
-                    continue
-            budget -= self._take(first, budget, taken, weighed=num_decodes > 0)
+            more = min(first.num_left - len(shared) * self.pool.block_size, int(budget))
+            if self._had_better_end(taken, more, decodes, len(begun) + self.num_waiting):
+                budget = min(budget, self._room(taken, len(decodes)))
+                if budget < 1:
+                    break
+            if has_begun:
+                begun.popleft()
+            elif not self._admit(first, shared):
+                admits = False
+                continue
+            budget -= self._take(first, budget, taken, weighed=bool(decodes))
         for one in passed:
             heapq.heappush(self._waiting, one)
-        self._fit(taken, num_decodes)
+        self._fit(taken, len(decodes))
         return [(sequence, sequence.take_in(num_tokens)) for sequence, num_tokens in taken]
+
+    def _had_better_end(
+        self,
+        taken: list[tuple[Sequence, int]],
+        more: int,
+        decodes: ListLike[tuple[Sequence, Chunk]],
+        num_behind: int,
+    ) -> bool:
+        """Whether a step had better end before so many tokens more: the prompts that end in it have their
+        first tokens sooner by what these take, and those behind wait for one step more."""
+        num_ending = sum(num_tokens == sequence.num_left for sequence, num_tokens in taken)
+        if self.times is None or not (self.limits.chunked and num_ending):
+            return False
+        total = len(decodes) + sum(num_tokens for _, num_tokens in taken)
+        sooner_s = self.times.seconds(total + more) - self.times.seconds(total)
+        later_s = self.times.decodes_seconds(len(decodes), sum(chunk.end for _, chunk in decodes))
+        return num_ending * sooner_s > STEP_WEIGHT * num_behind * later_s
+
+    def _room(self, taken: list[tuple[Sequence, int]], num_decodes: int) -> int:
+        """Tokens that a step takes in without getting longer."""
+        sizes, total = self.limits.step_sizes, num_decodes + sum(num_tokens for _, num_tokens in taken)
+        return sizes[bisect_left(sizes, total)] - total if sizes else 0
 
     def _take(
         self, sequence: Sequence, budget: float, taken: list[tuple[Sequence, int]], weighed: bool

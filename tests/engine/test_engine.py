@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from hex_llm.engine import book
 from hex_llm.engine.book import NO_TOKEN
-from hex_llm.engine.engine import Engine
+from hex_llm.engine.engine import LATE, LEAD_S, Engine, Stepper
 from hex_llm.errors import InvalidRequest, QueueFull
 from hex_llm.execution import programs
 from hex_llm.execution.batch import StepShape
@@ -24,7 +25,7 @@ from hex_llm.execution.sampling import VARIANTS
 from hex_llm.sampling_params import SamplingParams, StructuredOutputs
 from hex_llm.text.grammar import Budget
 from hex_llm.types import FinishReason, Request, Update
-from tests.engine.driving import LLAMA, drive, make_engine, request, tokens
+from tests.engine.driving import LLAMA, drive, fresh_engine, make_engine, request, tokens
 from tests.tiny import greedy_tokens
 
 PROMPT = LLAMA.prompt()
@@ -455,6 +456,29 @@ def test_the_queue_has_an_end(folder: Path) -> None:
     engine.add(request("c", PROMPT))
     drive(engine)
     assert engine.book.ledger == {"accepted": 2, "finished": 2}
+
+
+def test_the_next_step_is_scheduled_shortly_before_one_with_prompts_ends(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less of a forecast is believed, the oftener that was too late."""
+    engine = fresh_engine(engine)
+    assert isinstance(engine.stepper, Stepper)
+    engine.stepper.note_times({1: 10.0, 1000: 10.0})
+    patience = []
+    for _ in range(5):
+        engine.add(request("r", PROMPT, greedy(max_tokens=2)))
+        engine.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(Stepper, "can_read", False)
+            patience.append(engine.patience_s)
+        time.sleep(0.1)
+        assert engine.patience_s == 0, "it has ended"
+        engine.step()
+        assert engine.patience_s == 0, "a decode"
+        drive(engine)
+        assert engine.patience_s == 0
+    assert patience == pytest.approx([10 * LATE**i - LEAD_S for i in range(5)], abs=0.1)
 
 
 def test_priority(folder: Path) -> None:

@@ -145,6 +145,19 @@ def test_a_step_tells_all_of_its_time_and_not_that_of_being_idle(worker: Running
     assert all(0.05 <= step.stats.rest_s < 0.4 for step in steps)  # this engine has no phases of its own
 
 
+@pytest.mark.parametrize("worker", ["FakeEngine(patience_s=0.5)"], indirect=True)
+def test_who_comes_while_the_engine_has_patience_is_in_the_next_step(worker: Running) -> None:
+    worker.next()
+    worker.send(request("a", 5, 6, 7, max_tokens=10))
+    assert [update.request_id for update in worker.next().updates] == ["a"]
+    time.sleep(0.2)
+    worker.send(request("b", 5, max_tokens=1))
+    step = worker.next()
+    assert {update.request_id for update in step.updates} == {"a", "b"}
+    assert 0.4 < step.stats.wait_s < 0.6, "for the devices"
+    assert step.stats.rest_s < 0.2
+
+
 def test_an_idle_worker_waits(worker: Running) -> None:
     worker.next()
     worker.send(request("a", 5, max_tokens=1))

@@ -30,7 +30,7 @@ def test_what_is_not_given_is_chosen_for_the_platform() -> None:
     assert not of("cpu", enable_chunked_prefill=False).chunked
     assert of("cpu", enable_chunked_prefill=False, max_prefill_seqs=2).max_tokens == 2 * 4096
     assert of("tpu", target_step_ms=7).target_s == 0.007
-    assert (of("gpu", 100).target_s, of("gpu", 10).target_s) == (0.08, 0.1)
+    assert (of("gpu", 100).target_s, of("gpu", 10).target_s) == (0.077, 0.1)
     assert of("cpu", max_decode_seqs=2000).max_tokens > 2000, "decodes leave room for prompts"
     with pytest.raises(ConfigError, match="max_num_batched_tokens=8: must be at least"):
         of("cpu", max_num_batched_tokens=8, max_decode_seqs=9)
@@ -79,12 +79,11 @@ def timed(**changes: object) -> tuple[Scheduler, list[float]]:
 
 def test_steps_keep_within_their_time_while_someone_decodes() -> None:
     scheduler, _ = timed(target_s=0.05, max_tokens=900)
-    scheduler.add(sequence("decodes", 4, 40))
-    scheduler.add(sequence("long", 3000, 4))
-    plans = run(scheduler, depth=1)
-    sizes = [sum(chunk.num_tokens for chunk in plan.chunks) for plan in plans]
-    assert sizes[0] == 900, "nobody decodes yet"
-    assert max(sizes[1:]) == 500
+    for name, num_prompt, most in (("alone", 3000, 900), ("decodes", 4, 4), ("long", 3000, 500)):
+        scheduler.add(sequence(name, num_prompt, 40))
+        if name != "decodes":
+            plans = run(scheduler, depth=1)
+            assert max(sum(chunk.num_tokens for chunk in plan.chunks) for plan in plans) == most
 
 
 def test_what_does_not_fill_a_step_is_left_to_the_next_if_it_ends_sooner_there() -> None:
@@ -134,11 +133,25 @@ def test_short_prompts_pass_a_long_one() -> None:
     scheduler.add(sequence("short", 20, 4))
     scheduler.add(sequence("another", 30, 4))
     plan, rows = scheduler.schedule()
-    assert [s.request_id for s in rows] == ["short", "another", "long"]
-    assert [chunk.num_tokens for chunk in plan.prefills] == [20, 30, 450], "and it gets the rest"
-    scheduler.collect(plan, rows, [[1]] * 3)
+    assert [s.request_id for s in rows] == ["short", "another"]
+    scheduler.collect(plan, rows, [[1]] * 2)
     run(scheduler)
     assert long.finish_reason is not None
+
+
+def test_a_step_ends_with_a_prompt_whose_first_token_is_sooner_by_that() -> None:
+    """Unless many wait for one step more; and what would be padding is taken of the next."""
+    most = {"max_prefill_seqs": 8, "max_decode_seqs": 8, "max_tokens": 2048}
+    scheduler, _ = timed(step_sizes=(1, 128, 1024, 2048), **most)
+    for num_behind in (1, 5):
+        for i in range(1 + num_behind):
+            scheduler.add(sequence(str(i), 900 if i else 100, 1))
+        first = [chunk.num_tokens for chunk in run(scheduler)[0].prefills]
+        assert first == ([100, 28] if num_behind == 1 else [100, 900, 24])
+    scheduler.times = None
+    for i in range(2):
+        scheduler.add(sequence(str(i), 900 if i else 100, 1))
+    assert [len(plan.prefills) for plan in run(scheduler)] == [2]
 
 
 def test_no_prompt_is_passed_for_ever() -> None:
