@@ -464,9 +464,9 @@ def test_the_next_step_is_scheduled_shortly_before_one_with_prompts_ends(
     """Less of a forecast is believed, the oftener that was too late."""
     engine = fresh_engine(engine)
     assert isinstance(engine.stepper, Stepper)
-    engine.stepper.note_times({1: 10.0, 1000: 10.0})
     patience = []
     for _ in range(5):
+        engine.stepper.note_times({1: 10.0, 1000: 10.0})
         engine.add(request("r", PROMPT, greedy(max_tokens=2)))
         engine.step()
         with monkeypatch.context() as patched:
