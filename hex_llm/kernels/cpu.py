@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hex_llm.kernels.attention import Batch, KVPages, Options
-from hex_llm.kernels.experts import Activation, GatedMatrix
+from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.matrix import PlainMatrix
 from hex_llm.kernels.reference import write_kv
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ MATMUL, ATTENTION = "hex_llm_matmul", "hex_llm_attention"
 QUANTIZED_MATMUL = "hex_llm_quantized_matmul"
 
 
-class PanelMatrix(GatedMatrix):
+class PanelMatrix(PlainMatrix):
     """A Matrix [*outputs, *inputs] (models/linear.py), cut into panels of some outputs each."""
 
     outputs: tuple[int, ...]

@@ -49,37 +49,6 @@ class ExpertOptions(NamedTuple):
         return self.activation(jnp.minimum(gate, self.limit)) * (jnp.clip(up, -self.limit, self.limit) + 1)
 
 
-class GatedMatrix:
-    """A Matrix (models/linear.py) that multiplies with gates and ups as it does with any others."""
-
-    def matmul(self, x: Any) -> Array:
-        raise NotImplementedError
-
-    def gated(self, x: Any, activation: Activation, bias: Array | None = None) -> Array:
-        both = self.matmul(x)  # [T, F, 2]
-        both = both if bias is None else both + bias
-        return activation(both[..., 0]) * both[..., 1]
-
-
-class FusedMatrix(GatedMatrix):
-    """One whose gates and ups come out apart: C is 2 for them, else 1."""
-
-    outputs: tuple[int, ...]
-
-    def products(self, x: Array) -> Array:
-        """[C, T, N]"""
-        raise NotImplementedError
-
-    def matmul(self, x: Array) -> Array:
-        return jnp.moveaxis(self.products(x), 0, -1).reshape(len(x), *self.outputs)
-
-    def gated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array:
-        gates, ups = self.products(x)
-        if bias is not None:
-            gates, ups = gates + bias[:, 0], ups + bias[:, 1]
-        return activation(gates) * ups
-
-
 class RoutedExperts(Protocol):
     """Runs every token through the experts that it chose, and combines their outputs."""
 

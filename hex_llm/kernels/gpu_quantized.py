@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from hex_llm.kernels import gpu_dense, gpu_launch
 from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.codes import doubled_e2m1
-from hex_llm.kernels.experts import Activation, GatedMatrix
+from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.gpu_codes import (
     CENTRE,
     E2M1_EXPONENT,
@@ -46,6 +46,7 @@ from hex_llm.kernels.gpu_launch import (
     load_rows,
     next_power,
 )
+from hex_llm.kernels.matrix import Begun, PlainMatrix
 
 SLAB = 32  # inputs that one shift gives
 TILE = 64  # outputs whose words lie together
@@ -72,7 +73,7 @@ def can_multiply(bits: int, group: int, dtype: DTypeLike, is_float: bool = False
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class QuantizedWords(GatedMatrix):
+class QuantizedWords(PlainMatrix):
     """A Matrix (models/linear.py) [*outputs, inputs]: a weight is (code - zero point) * scale; of floats, the
     float times the scale, and of those of 4 bits (e2m1), twice the float."""
 
@@ -121,17 +122,20 @@ class QuantizedWords(GatedMatrix):
                 return multiply(x, self, tiling, activation)
         return super().gated(x, activation, bias)
 
-    def parts(self, x: Array) -> Array | None:
-        """[splits, T, *outputs] to be summed, if there are several, and not too many for who reads them."""
-        if not self._leaves_parts(x) or self.tiling(x).splits == 1:
+    def begin(self, x: Array, bias: Array | None) -> Begun | None:
+        """In parts, if there are several, and not too many for who reads them."""
+        if bias is not None or not self._leaves_parts(x) or self.tiling(x).splits == 1:
             return None
         parts = multiplied(x, self)
-        return parts.reshape(*parts.shape[:2], *self.outputs)
+        return Begun(parts.reshape(*parts.shape[:2], *self.outputs), dtype=x.dtype)
 
-    def join(self, around: Array, x: Array, norm: Norm) -> tuple[Array, Array] | None:
-        """See models.linear.Dense.join."""
+    def join(
+        self, around: Array, x: Array, bias: Array | None, norm: Norm, rounds: bool
+    ) -> tuple[Array, Array] | None:
         x = x.reshape(len(x), -1)
-        return gpu_dense.join(around, multiplied(x, self), norm) if self._leaves_parts(x) else None
+        if bias is not None or not self._leaves_parts(x):
+            return None
+        return gpu_dense.join(around, multiplied(x, self), norm)
 
     def _leaves_parts(self, x: Array) -> bool:
         """Whether who reads the product had better add it up."""

@@ -18,11 +18,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.matrix import PlainMatrix
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ShardedMatrix:
+class ShardedMatrix(PlainMatrix):
     """A Matrix (models/linear.py). One axis of its outputs or inputs is split, or none."""
 
     shard: Any  # a Matrix of one device's shape, in whose arrays those of all devices follow each other

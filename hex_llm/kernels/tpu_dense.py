@@ -17,7 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from hex_llm.kernels.experts import Activation, FusedMatrix, GatedMatrix
+from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.matrix import FusedMatrix, PlainMatrix
 from hex_llm.kernels.tpu_sinks import LANES
 
 MANY_ROWS = 512  # fewer are bound by the reading of weights
@@ -60,7 +61,7 @@ class DenseRows(FusedMatrix):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class FilledTable(GatedMatrix):
+class FilledTable(PlainMatrix):
     """A Matrix [V, D] whose rows are filled up to whole lanes. Others XLA lays column by column, and writes
     all of one anew wherever some of its rows are read."""
 

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from hex_llm.kernels.experts import FusedMatrix
+from hex_llm.kernels.matrix import FusedMatrix
 from hex_llm.kernels.tpu_sinks import LANES
 
 CHUNK = 128  # inputs that are expanded at a time, where they share a scale

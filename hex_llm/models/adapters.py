@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hex_llm.kernels.adapters import AdapterKernels, Fused, Norm, Owners, Pending, Ranked
+from hex_llm.kernels.adapters import AdapterKernels, Fused, Norm, Owners, Ranked
 from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.matrix import Begun, PlainMatrix
 from hex_llm.models.linear import Dense, linear, merged
 from hex_llm.models.params import FeedForward, Param, Piece, Weights, abstract_weights
 from hex_llm.models.spec import ModelSpec
@@ -69,7 +70,7 @@ def _of_own_slot(ranks: jax.Array, which: jax.Array) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Adapted:
+class Adapted(PlainMatrix):
     """A Matrix."""
 
     base: Any
@@ -90,18 +91,18 @@ class Adapted:
         down = self.slots.down.reshape(ranks.shape[1], -1)
         return self.base.rows(which) + jnp.dot(ranks, down, preferred_element_type=jnp.float32)
 
-    def begin(self, x: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, Pending | None]:
-        """The product, and what adapters have yet to add to it."""
+    def begin(self, x: jax.Array, bias: jax.Array | None) -> Begun | None:
         slots, begin = self.slots, self.kernels.begin
-        pending = None if begin is None else begin(x, slots.down, slots.up, slots.fused, self.owners)
-        return linear(x, self if pending is None else self.base, bias), pending
+        if begin is None:
+            return None
+        pending = begin(x, slots.down, slots.up, slots.fused, self.owners)
+        return Begun(linear(x, self.base, bias), pending)
 
     def join(
-        self, around: jax.Array, x: jax.Array | Ranked, bias: jax.Array | None, norm: Norm
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """`around` and the product; and that normed, if it was made on the way."""
+        self, around: jax.Array, x: jax.Array | Ranked, bias: jax.Array | None, norm: Norm, rounds: bool
+    ) -> tuple[jax.Array, jax.Array | None] | None:
         if self.kernels.join is None:
-            return around + linear(x, self, bias), None
+            return None
         x, slots = merged(x), self.slots
         out = linear(_unranked(x), self.base, bias)
         return self.kernels.join(around, out, x, slots.down, slots.up, self.owners, norm)

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hex_llm.kernels.adapters import Norm, Pending
+from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.attention import AttentionKernels, Batch, KVPages, Options, Projected
 from hex_llm.kernels.experts import Activation, ExpertKernels
-from hex_llm.kernels.gpu_quantized import QuantizedWords
-from hex_llm.models.adapters import Adapted
-from hex_llm.models.linear import Dense, Matrix, linear
+from hex_llm.kernels.matrix import Begun
+from hex_llm.models.linear import Matrix, linear
 from hex_llm.models.moe import moe
 from hex_llm.models.params import FeedForward, LayerWeights, Weights
-from hex_llm.models.quantized import Float8
 from hex_llm.models.rope import rope_table, rotate
 from hex_llm.models.spec import Experts, Layer, ModelSpec, Rope
 
@@ -109,13 +107,13 @@ def after_layer(
     """What layer i makes of the tokens that its attention left, and as the norm behind it leaves them."""
     following = next(iter(weights.layers[i + 1 : i + 2]), None)
     norm = weights.norm if following is None else following.attn_norm
-    rounds = following is not None and isinstance(following.qkv, Float8)
+    rounds = following is not None and following.qkv.takes_rounded
     return feed_forward(x, normed, weights.layers[i], norm, spec, spec.layers[i], expert_kernels, rounds)
 
 
 def feeds_rounded(layer: Layer, w: LayerWeights) -> bool:
     """Whether a layer's feed-forward multiplies its tokens in 8 bits, and reads them not otherwise."""
-    return layer.experts is None and isinstance(w.ffn.gate_up, Float8)
+    return layer.experts is None and w.ffn.gate_up.takes_rounded
 
 
 def logits(spec: ModelSpec, lm_head: Matrix, hidden: jax.Array) -> jax.Array:
@@ -146,7 +144,8 @@ def attention(
     attend, attend_projected = attention_kernels
     if attend_projected and is_plain(layer, w, spec):
         norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-        qkv, pending, dtype = begun(normed, w.qkv, w.qkv_bias)
+        begun = w.qkv.begin(normed, w.qkv_bias) or Begun(linear(normed, w.qkv, w.qkv_bias))
+        qkv, pending, dtype = begun
         heads = Projected(qkv, norms, table, spec.norm_eps, spec.norm_offset, pending, dtype)
         out, pages = attend_projected(heads, pages, batch, options)
     else:
@@ -200,23 +199,11 @@ def joined(
     if around.next_norm is None or any(one is not None for one in others):
         return added(x, linear(h, weight, bias), around, spec)
     norm = Norm(around.next_norm, spec.norm_eps, spec.norm_offset)
-    if isinstance(weight, Float8) and weight.rounds_rows and around.rounds:
-        return weight.join(x, h, bias, norm)
-    if isinstance(weight, Dense | QuantizedWords) and bias is None and (both := weight.join(x, h, norm)):
-        return both
-    if not isinstance(weight, Adapted):
+    both = weight.join(x, h, bias, norm, around.rounds)
+    if both is None:
         return added(x, linear(h, weight, bias), around, spec)
-    x, normed = weight.join(x, h, bias, norm)
+    x, normed = both
     return x, rms_norm(x, around.next_norm, spec) if normed is None else normed
-
-
-def begun(x: Normed, weight: Matrix, bias: jax.Array | None) -> tuple[jax.Array, Pending | None, Any]:
-    """A product, and what adapters have yet to add to it; or parts of it, and its type."""
-    if isinstance(weight, Adapted):
-        return *weight.begin(x, bias), None
-    if isinstance(weight, QuantizedWords) and bias is None and (parts := weight.parts(x)) is not None:
-        return parts, None, x.dtype
-    return linear(x, weight, bias), None, None
 
 
 def is_plain(layer: Layer, w: LayerWeights, spec: ModelSpec) -> bool:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from hex_llm.kernels import gpu_dense
 from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.experts import Activation
+from hex_llm.kernels.matrix import Begun, PlainMatrix
 
 FEW_ROWS = range(2, 65)
 
@@ -36,10 +37,23 @@ class Matrix(Protocol):
     def rows(self, which: jax.Array) -> jax.Array:
         """Of one axis of outputs: [T] -> [T, *inputs]."""
 
+    @property
+    def takes_rounded(self) -> bool:
+        """It multiplies activations of 8 bits: who makes them for it alone had better round them."""
+
+    def begin(self, x: Any, bias: jax.Array | None) -> Begun | None:
+        """A product, left to be ended by the kernel that makes heads of it; None: `matmul` ends it."""
+
+    def join(
+        self, around: jax.Array, x: Any, bias: jax.Array | None, norm: Norm, rounds: bool
+    ) -> tuple[jax.Array, Any] | None:
+        """`around` and the product [T, D], and that normed, if it was made on the way, and rounded, if who
+        reads it wants it so (`rounds`); None: there is no kernel for these."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Dense:
+class Dense(PlainMatrix):
     """A Matrix that lies as in the checkpoint, outputs first, and is multiplied by XLA."""
 
     array: Any  # a jax.Array; in the tree of declarations a Param
@@ -56,9 +70,12 @@ class Dense:
             return gpu_dense.product(x, matrix, x.dtype).reshape(len(x), *self._outputs)
         return _any_product(x, matrix).reshape(len(x), *self._outputs)
 
-    def join(self, around: jax.Array, x: jax.Array, norm: Norm) -> tuple[jax.Array, jax.Array] | None:
-        """`around` and the product, and that normed; None: not by a kernel."""
+    def join(
+        self, around: jax.Array, x: jax.Array, bias: jax.Array | None, norm: Norm, rounds: bool
+    ) -> tuple[jax.Array, jax.Array] | None:
         x = merged(x)
+        if bias is not None:
+            return None
         if self._is_few(x):
             parts = gpu_dense.product(x, self._merged(x), x.dtype)
         elif self.has_kernel and gpu_dense.can_join_row(x):

@@ -18,15 +18,16 @@ from jax.typing import DTypeLike
 from hex_llm.kernels import float8, gpu_dense, gpu_float8
 from hex_llm.kernels.adapters import Norm
 from hex_llm.kernels.codes import doubled_e2m1
-from hex_llm.kernels.experts import Activation, GatedMatrix
+from hex_llm.kernels.experts import Activation
 from hex_llm.kernels.float8 import FLOAT8_MAX, Rounded
+from hex_llm.kernels.matrix import PlainMatrix
 from hex_llm.models.linear import Dense
 from hex_llm.models.params import Rounding
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(PlainMatrix):
     """A Matrix [*outputs, *inputs]; the groups lie along its last axis."""
 
     codes: Any  # int8, float8_e4m3fn; or uint8, each with two numbers that follow each other, the first below
@@ -80,11 +81,13 @@ class Quantized:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Float8(GatedMatrix):
+class Float8(PlainMatrix):
     """A Matrix [*outputs, *inputs] that is multiplied by activations of 8 bits, with a scale for each row."""
 
     codes: Any  # float8_e4m3fn
     scales: Any  # float32 [*outputs]
+    takes_rounded = True
+
     # By kernels of our own (execution/weight_layouts.py): products of some rows; what is multiplied, where no
     # norm gives it, and what tokens become with the product, where a matrix like this reads them next; and
     # what becomes of gates and ups, where it is for one.
@@ -110,9 +113,10 @@ class Float8(GatedMatrix):
         return gpu_float8.round_gated(product, rows.scales, self.scales, bias, activation)
 
     def join(
-        self, around: jax.Array, x: jax.Array | Rounded, bias: jax.Array | None, norm: Norm
-    ) -> tuple[jax.Array, Rounded]:
-        """`around` and the product; and that normed and rounded, if it `rounds_rows`."""
+        self, around: jax.Array, x: jax.Array | Rounded, bias: jax.Array | None, norm: Norm, rounds: bool
+    ) -> tuple[jax.Array, Rounded] | None:
+        if not (self.rounds_rows and rounds):
+            return None
         rows = self._rounded(x)
         scales = rows.scales, self.scales.reshape(-1)
         return gpu_float8.join_rows(around, self._product(rows), *scales, bias, norm)

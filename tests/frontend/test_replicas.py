@@ -55,7 +55,7 @@ def test_requests_are_divided_and_choices_stay_together() -> None:
 def test_the_death_of_one_is_none_of_the_others_business(sign: signal.Signals) -> None:
     async def test(client: EngineClient) -> None:
         tasks = [asyncio.create_task(complete(client, [i], LONG)) for i in range(5, 11)]
-        await until(lambda: min(steps(client)) > 3)
+        await until(lambda: [one.status.stats.num_running for one in client.replicas] == [3, 3])
         dead, other = process_of(client, 0), process_of(client, 1)
         started = time.monotonic()
         os.kill(dead.pid, sign)

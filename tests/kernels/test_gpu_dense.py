@@ -77,13 +77,13 @@ def test_a_matrix_joins(num_rows: int) -> None:
     x, around = normal(num_rows, 8, 256), normal(num_rows, 64 * 20)
     matrix = Dense(normal(64 * 20, 8, 256), has_kernel=True)
     norm = Norm(normal(64 * 20), 1e-5, 0.0)
-    both = matrix.join(around, x, norm)
+    both = matrix.join(around, x, None, norm, False)
     assert both is not None
     whole = around.astype(jnp.float32) + linear(x, matrix.expanded(jnp.bfloat16)).astype(jnp.float32)
     close(both[0], whole)
     close(both[1], decoder.normalize(whole, norm.eps) * norm.weight.astype(jnp.float32))
-    assert matrix.join(around.astype(jnp.float32), x.astype(jnp.float32), norm) is None
-    assert Dense(matrix.array).join(around, x, norm) is None
+    assert matrix.join(around.astype(jnp.float32), x.astype(jnp.float32), None, norm, False) is None
+    assert Dense(matrix.array).join(around, x, None, norm, False) is None
 
 
 def test_which_products_it_is_for() -> None:
@@ -156,9 +156,9 @@ def test_products_of_a_gpu_that_is_alone(num_rows: int, num_outputs: int, alone:
         dense = Dense(matrix, has_kernel=has_kernel)
         text = lowered_for_gpus(linear, x, dense)
         assert ("triton" in text) == (has_kernel and alone == 1)
-        assert (dense.join(around, x, norm) is not None) == (has_kernel and alone > 0)
+        assert (dense.join(around, x, None, norm, False) is not None) == (has_kernel and alone > 0)
     if alone:
-        both = dense.join(around, x, norm)
+        both = dense.join(around, x, None, norm, False)
         assert both is not None
         plain = around + linear(x, Dense(matrix))
         close(both[0], plain)
@@ -181,7 +181,7 @@ def test_products_of_codes(num_rows: int) -> None:
         return (
             linear(x, both),
             gated.codes.astype(jnp.float32)[:num_rows],
-            matrix(high).join(around, x, None, norm),
+            matrix(high).join(around, x, None, norm, True),
         )
 
     (heads, codes, (joined, rounded)), (heads_, codes_, (joined_, rounded_)) = made(True), made(False)

@@ -146,20 +146,20 @@ def test_what_reads_parts(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_quantized, "tiling_for", lambda *_: Tiling(16, splits))
     matrix, weights = made(CASES["awq"]._replace(outputs=(6, 16), num_inputs=640))
     x, around, norm = rows(3, 640, jnp.bfloat16), rows(3, 96, jnp.bfloat16), Norm(jnp.ones(96), 1e-5, 0.0)
-    both = matrix.join(around, x, norm)
+    both = matrix.join(around, x, None, norm, False)
     assert both is not None
     whole = np.asarray(around, np.float64) + np.asarray(x, np.float64) @ weights.T
     for got, expected in zip(both, (whole, decoder.normalize(jnp.asarray(whole), 1e-5)), strict=True):
         assert np.abs(got.astype(jnp.float32) - expected).max() <= 1e-2 * np.abs(expected).max()
-    parts = matrix.parts(x)
+    begun = matrix.begin(x, None)
     if splits == 1:
-        assert parts is None
+        assert begun is None
     else:
-        assert parts is not None
-        assert parts.shape == (splits, 3, 6, 16)
-        check(parts.sum(axis=0), x, weights, 5e-3)
-    assert matrix.join(around.astype(jnp.float32), x.astype(jnp.float32), norm) is None
-    assert matrix.parts(x.astype(jnp.float32)) is None
+        assert begun is not None
+        assert begun.product.shape == (splits, 3, 6, 16)
+        check(begun.product.sum(axis=0), x, weights, 5e-3)
+    assert matrix.join(around.astype(jnp.float32), x.astype(jnp.float32), None, norm, False) is None
+    assert matrix.begin(x.astype(jnp.float32), None) is None
 
 
 @pytest.mark.parametrize("num_rows", [24, 32])
