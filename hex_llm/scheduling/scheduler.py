@@ -37,7 +37,7 @@ PRIORITY_S = 10.0  # how much earlier a request counts as having come, for each 
 # A prompt counts as having come later by the time that it takes, so that short ones pass it, but by no more.
 MAX_PASSED_S = 5.0
 FIRST_TOKEN_WEIGHT = 32  # of a first token's delay, beside that of others
-STEP_WEIGHT = 2  # of one step more for those behind, beside an earlier first token
+LATER_WEIGHT = 2  # of what one step more costs those behind, beside first tokens that come sooner
 MIN_PROMPT_TOKENS = 32  # that a step takes in, even if its decodes take all of the time
 
 
@@ -148,7 +148,8 @@ class Scheduler:
         if not prefills and self._grow():
             decodes = [(s, s.take_in(1)) for s in self.running if s.can_decode]
             if limits.chunked:
-                prefills = self._prefills(self._prompt_budget(decodes), decodes)
+                num_keys = sum(chunk.end for _, chunk in decodes)
+                prefills = self._prefills(self._prompt_budget(len(decodes), num_keys), len(decodes), num_keys)
         self._in_flight += bool(decodes or prefills)
         plan = StepPlan(tuple(chunk for _, chunk in decodes), tuple(chunk for _, chunk in prefills))
         sequences = [sequence for sequence, _ in decodes + prefills]
@@ -266,19 +267,21 @@ class Scheduler:
         later = self.running[self.running.index(sequence) :]
         return next(s for s in reversed(later) if s.num_preempted < MAX_PREEMPTIONS)
 
-    def _prompt_budget(self, decodes: Rows) -> int:
-        """Prompt tokens that a step may take beside these decodes."""
-        most = self.limits.max_tokens - len(decodes)
-        if self.times is None or not decodes:
+    def _prompt_budget(self, num_decodes: int, num_keys: int) -> int:
+        """Prompt tokens that a step may take beside decodes that see so many keys."""
+        most = self.limits.max_tokens - num_decodes
+        if self.times is None or not num_decodes:
             return most
-        within = self.times.tokens_within(self.limits.target_s, sum(chunk.end for _, chunk in decodes))
+        within = self.times.tokens_within(self.limits.target_s, num_keys)
         sizes = self.limits.step_sizes  # a step that fills one is not padded
         whole = sizes[max(bisect_right(sizes, within) - 1, 0)] if sizes else within
-        return min(max(whole - len(decodes), MIN_PROMPT_TOKENS), most)
+        return min(max(whole - num_decodes, MIN_PROMPT_TOKENS), most)
 
-    def _prefills(self, budget: float, decodes: ListLike[tuple[Sequence, Chunk]] = ()) -> Rows:
+    def _prefills(self, budget: float, num_decodes: int = 0, num_keys: int = 0) -> Rows:
         """Chunks of at most `budget` tokens together, of those that have begun and those that wait, in order.
-        Beside decodes a token counts as many that cost as much at the beginning of a prompt."""
+        Beside decodes (`num_keys`: that they see) a token counts as many that cost as much at the beginning
+        of a prompt."""
+        alone_s = math.inf if self.times is None else self.times.decodes_seconds(num_decodes, num_keys)
         taken: list[tuple[Sequence, int]] = []
         begun = deque(s for s in self.running if s.state is PREFILLING and s.num_left > 1 and not s.is_held)
         passed: list[tuple[float, int, Sequence]] = []
@@ -296,8 +299,9 @@ class Scheduler:
                     passed.append(heapq.heappop(self._waiting))
                     continue
             more = min(first.num_left - len(shared) * self.pool.block_size, int(budget))
-            if self._had_better_end(taken, more, decodes, len(begun) + self.num_waiting):
-                budget = min(budget, self._room(taken, len(decodes)))
+            later_s = alone_s * (len(begun) + self.num_waiting)
+            if self._had_better_end(taken, num_decodes, more, later_s):
+                budget = min(budget, self._room(taken, num_decodes))
                 if budget < 1:
                     break
             if has_begun:
@@ -305,28 +309,23 @@ class Scheduler:
             elif not self._admit(first, shared):
                 admits = False
                 continue
-            budget -= self._take(first, budget, taken, weighed=bool(decodes))
+            budget -= self._take(first, budget, taken, weighed=num_decodes > 0)
         for one in passed:
             heapq.heappush(self._waiting, one)
-        self._fit(taken, len(decodes))
+        self._fit(taken, num_decodes)
         return [(sequence, sequence.take_in(num_tokens)) for sequence, num_tokens in taken]
 
     def _had_better_end(
-        self,
-        taken: list[tuple[Sequence, int]],
-        more: int,
-        decodes: ListLike[tuple[Sequence, Chunk]],
-        num_behind: int,
+        self, taken: list[tuple[Sequence, int]], num_decodes: int, more: int, later_s: float
     ) -> bool:
         """Whether a step had better end before so many tokens more: the prompts that end in it have their
-        first tokens sooner by what these take, and those behind wait for one step more."""
+        first tokens sooner by what these take, and those behind theirs later, by so much in sum."""
         num_ending = sum(num_tokens == sequence.num_left for sequence, num_tokens in taken)
         if self.times is None or not (self.limits.chunked and num_ending):
             return False
-        total = len(decodes) + sum(num_tokens for _, num_tokens in taken)
+        total = num_decodes + sum(num_tokens for _, num_tokens in taken)
         sooner_s = self.times.seconds(total + more) - self.times.seconds(total)
-        later_s = self.times.decodes_seconds(len(decodes), sum(chunk.end for _, chunk in decodes))
-        return num_ending * sooner_s > STEP_WEIGHT * num_behind * later_s
+        return num_ending * sooner_s > LATER_WEIGHT * later_s
 
     def _room(self, taken: list[tuple[Sequence, int]], num_decodes: int) -> int:
         """Tokens that a step takes in without getting longer."""
