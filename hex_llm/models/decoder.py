@@ -144,8 +144,8 @@ def attention(
     attend, attend_projected = attention_kernels
     if attend_projected and is_plain(layer, w, spec):
         norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-        begun = w.qkv.begin(normed, w.qkv_bias) or Begun(linear(normed, w.qkv, w.qkv_bias))
-        qkv, pending, dtype = begun
+        begun = w.qkv.begin(normed, w.qkv_bias)
+        qkv, pending, dtype = begun or Begun(linear(normed, w.qkv, w.qkv_bias))
         heads = Projected(qkv, norms, table, spec.norm_eps, spec.norm_offset, pending, dtype)
         out, pages = attend_projected(heads, pages, batch, options)
     else:

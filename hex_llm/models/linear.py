@@ -73,9 +73,9 @@ class Dense(PlainMatrix):
     def join(
         self, around: jax.Array, x: jax.Array, bias: jax.Array | None, norm: Norm, rounds: bool
     ) -> tuple[jax.Array, jax.Array] | None:
-        x = merged(x)
         if bias is not None:
             return None
+        x = merged(x)
         if self._is_few(x):
             parts = gpu_dense.product(x, self._merged(x), x.dtype)
         elif self.has_kernel and gpu_dense.can_join_row(x):
@@ -86,8 +86,7 @@ class Dense(PlainMatrix):
 
     def gated(self, x: jax.Array, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
         def rows_first(weight: Dense, x: jax.Array, bias: jax.Array | None) -> jax.Array:
-            both = linear(x, weight, bias)  # [T, F, 2]
-            return activation(both[..., 0]) * both[..., 1]
+            return PlainMatrix.gated(weight, x, activation, bias)
 
         def rows_last(weight: Dense, x: jax.Array, bias: jax.Array | None) -> jax.Array:
             """Gates and ups then lie in long stretches, which CPUs can read as vectors."""

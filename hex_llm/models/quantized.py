@@ -84,10 +84,10 @@ class Quantized(PlainMatrix):
 class Float8(PlainMatrix):
     """A Matrix [*outputs, *inputs] that is multiplied by activations of 8 bits, with a scale for each row."""
 
-    codes: Any  # float8_e4m3fn
-    scales: Any  # float32 [*outputs]
     takes_rounded = True
 
+    codes: Any  # float8_e4m3fn
+    scales: Any  # float32 [*outputs]
     # By kernels of our own (execution/weight_layouts.py): products of some rows; what is multiplied, where no
     # norm gives it, and what tokens become with the product, where a matrix like this reads them next; and
     # what becomes of gates and ups, where it is for one.

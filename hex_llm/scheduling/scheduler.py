@@ -298,10 +298,11 @@ class Scheduler:
                 if first.is_held or more_is_coming:
                     passed.append(heapq.heappop(self._waiting))
                     continue
+            total = num_decodes + sum(num_tokens for _, num_tokens in taken)
             more = min(first.num_left - len(shared) * self.pool.block_size, int(budget))
             later_s = alone_s * (len(begun) + self.num_waiting)
-            if self._had_better_end(taken, num_decodes, more, later_s):
-                budget = min(budget, self._room(taken, num_decodes))
+            if self._had_better_end(taken, total, more, later_s):
+                budget = min(budget, self._room(total))
                 if budget < 1:
                     break
             if has_begun:
@@ -316,21 +317,20 @@ class Scheduler:
         return [(sequence, sequence.take_in(num_tokens)) for sequence, num_tokens in taken]
 
     def _had_better_end(
-        self, taken: list[tuple[Sequence, int]], num_decodes: int, more: int, later_s: float
+        self, taken: list[tuple[Sequence, int]], total: int, more: int, later_s: float
     ) -> bool:
-        """Whether a step had better end before so many tokens more: the prompts that end in it have their
-        first tokens sooner by what these take, and those behind theirs later, by so much in sum."""
+        """Whether a step of `total` tokens had better end before so many more: prompts that end in it have
+        their first tokens sooner by what these take, and those behind theirs later, by so much in sum."""
         num_ending = sum(num_tokens == sequence.num_left for sequence, num_tokens in taken)
         if self.times is None or not (self.limits.chunked and num_ending):
             return False
-        total = num_decodes + sum(num_tokens for _, num_tokens in taken)
         sooner_s = self.times.seconds(total + more) - self.times.seconds(total)
         return num_ending * sooner_s > LATER_WEIGHT * later_s
 
-    def _room(self, taken: list[tuple[Sequence, int]], num_decodes: int) -> int:
-        """Tokens that a step takes in without getting longer."""
-        sizes, total = self.limits.step_sizes, num_decodes + sum(num_tokens for _, num_tokens in taken)
-        return sizes[bisect_left(sizes, total)] - total if sizes else 0
+    def _room(self, total: int) -> int:
+        """Tokens that a step of so many takes in instead of padding."""
+        sizes = self.limits.step_sizes
+        return min(sizes[bisect_left(sizes, total)], self.limits.max_tokens) - total if sizes else 0
 
     def _take(
         self, sequence: Sequence, budget: float, taken: list[tuple[Sequence, int]], weighed: bool
@@ -355,7 +355,7 @@ class Scheduler:
         if self.times is None or not (self.limits.chunked and taken and 0 < i < len(sizes)):
             return
         sequence, num_tokens = taken[-1]
-        more, rest = min(sizes[i], self.limits.max_tokens) - total, total - sizes[i - 1]
+        more, rest = self._room(total), total - sizes[i - 1]
         if num_tokens < sequence.num_left:
             taken[-1] = (sequence, min(num_tokens + more, sequence.num_left))
             self._note_filling(*taken[-1])
