@@ -228,8 +228,9 @@ class Stepper:
 
     def step(self, book: RequestBook) -> bool:
         """Sends the next step off and reads the one before it; False: there was nothing to do."""
+        had_patience = self._patient_until is not None  # with a step before the one that is sent now
         sent = self.send_next(book)
-        if self._patient_until is not None:
+        if had_patience:
             self._share = min(self._share * (LATE if self.can_read else IN_TIME), 1.0)
         if len(self._in_flight) > (self.config.async_scheduling if sent else 0):
             self.read_next(book)
